@@ -1,0 +1,13 @@
+"""First batch of a 500 MB dataset, 8 workers, spawn: torch pickles it once for each worker."""
+
+from benchmarks.first_batch import FirstBatch
+
+CASE = FirstBatch(
+    name="first_batch_spawn",
+    title="First batch: 500 MB dataset, spawn, 8 workers",
+    start_method="spawn",
+    held_bytes=500_000_000,
+    workers=8,
+    most_of_torch=0.25,
+    max_rounds=3,
+)

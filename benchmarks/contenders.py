@@ -1,0 +1,118 @@
+"""The contenders: the same dataset, batches and order, through each library. Measures nothing.
+
+SPDL is given what was fastest here: one stage that fetches and collates a whole batch in a thread
+(a stage per sample, its tutorial's form, was 3 to 90 times slower with these cheap samples), output
+in input order, one thread a worker plus one that steps the sampler, and a sink as deep as torch's
+prefetch. Its process-backed loader was slower than torch in all of four cases, and a region of
+worker processes, with or without its arena, can't keep the sampler's order: neither is measured.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+TITLES = {
+    "torch": "torch",
+    "stoker": "Stoker",
+    "stoker_bounded": 'Stoker, memory="400MB"',
+    "spdl": "SPDL threads",
+}
+MODULES = {
+    "torch": "torch",
+    "stoker": "stoker",
+    "stoker_bounded": "stoker",
+    "spdl": "spdl.pipeline",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderSpec:
+    """All that a loader is asked for; the same for every contender."""
+
+    dataset: Any
+    batch_size: int
+    workers: int = 2
+    prefetch: int = 2
+    collate_fn: Callable[[list[Any]], Any] | None = None
+    start_method: str | None = None
+    memory: str | None = None
+
+
+def missing(contender: str) -> str:
+    """Why a contender can't run here, or an empty string."""
+    module = MODULES[contender]
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        found = False
+    return "" if found else f"{module} is not installed"
+
+
+def load_library(contender: str) -> None:
+    """Import a contender's library, so that its import counts neither as time nor as memory."""
+    if contender == "spdl":
+        import spdl.pipeline  # noqa: F401
+    elif contender.startswith("stoker"):
+        import stoker
+
+        _ = stoker.DataLoader
+
+
+def make_loader(contender: str, spec: LoaderSpec) -> Any:
+    """An iterable over the batches of `spec`, through one contender."""
+    if contender == "torch":
+        from torch.utils.data import DataLoader
+
+        make: Any = DataLoader
+        return make(spec.dataset, **_torch_arguments(spec))
+    if contender == "stoker":
+        import stoker
+
+        make = stoker.DataLoader
+        extra = {} if spec.memory is None else {"memory": spec.memory}
+        return make(spec.dataset, **_torch_arguments(spec), **extra)
+    if contender == "stoker_bounded":
+        return make_loader("stoker", replace(spec, memory="400MB"))
+    if contender == "spdl":
+        return _Spdl(spec)
+    raise ValueError(f"no contender is named {contender!r}: choose from {', '.join(TITLES)}")
+
+
+def _torch_arguments(spec: LoaderSpec) -> dict[str, Any]:
+    return {
+        "batch_size": spec.batch_size,
+        "num_workers": spec.workers,
+        "prefetch_factor": spec.prefetch,
+        "collate_fn": spec.collate_fn,
+        "multiprocessing_context": spec.start_method,
+    }
+
+
+class _Spdl:
+    """SPDL's pipeline as an iterable."""
+
+    def __init__(self, spec: LoaderSpec) -> None:
+        self._spec = spec
+
+    def __iter__(self) -> Iterator[Any]:
+        from spdl.pipeline import PipelineBuilder
+        from torch.utils.data import BatchSampler, SequentialSampler, default_collate
+
+        spec = self._spec
+        dataset, collate = spec.dataset, spec.collate_fn or default_collate
+
+        def fetch(indices: list[int]) -> Any:
+            return collate([dataset[index] for index in indices])
+
+        builder: Any = PipelineBuilder()
+        pipeline = (
+            builder.add_source(BatchSampler(SequentialSampler(dataset), spec.batch_size, False))
+            .pipe(fetch, concurrency=spec.workers, output_order="input")
+            .add_sink(max(1, spec.workers * (spec.prefetch - 1)))
+            .build(num_threads=spec.workers + 1)
+        )
+        with pipeline.auto_stop():
+            yield from pipeline.get_iterator(timeout=120)

@@ -1,0 +1,39 @@
+"""Stoker feeds PyTorch training: fast enough that it never waits, never more than fits.
+
+The public names below are loaded on first use. `import stoker` itself imports neither torch nor
+numpy, so that the command line answers at once and the planner runs where torch is missing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stoker.errors import StokerError, WorkerDied
+    from stoker.loader.dataloader import DataLoader
+    from stoker.loader.stats import LoaderStats
+
+__version__ = "0.1.0"
+
+__all__ = ["__version__", "DataLoader", "LoaderStats", "StokerError", "WorkerDied"]  # noqa: RUF022
+
+_HOME = {
+    "DataLoader": "stoker.loader.dataloader",
+    "LoaderStats": "stoker.loader.stats",
+    "StokerError": "stoker.errors",
+    "WorkerDied": "stoker.errors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'stoker' has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value  # the next access is an ordinary one
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,1 @@
+"""The loader: torch's DataLoader, bounded in bytes, fed by workers that may die."""

@@ -1,0 +1,252 @@
+"""``stoker.DataLoader``: torch's DataLoader in every respect but how it loads.
+
+Arguments, checks and attributes are torch's; iteration goes through ``EngineIter``. This file
+chooses settings and builds; it moves no data.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.utils.data
+from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
+
+from stoker.errors import ConfigError
+from stoker.loader.arena import Arena
+from stoker.loader.draws import draws_own_stream
+from stoker.loader.engine import Crew, Engine, Terms, plan_budget
+from stoker.loader.fetch import Job
+from stoker.loader.iterator import EngineIter, MainIter
+from stoker.loader.platform import FALLBACKS, missing, say_once
+from stoker.loader.pool import Pool
+from stoker.loader.stats import Counters, LoaderStats, Quantiles
+from stoker.loader.threads import ThreadCrew
+from stoker.machine.limits import default_workers, local_world_size, usable_cpus
+from stoker.units import parse_bytes
+
+_T_co = TypeVar("_T_co", covariant=True)
+_DRAWN_AHEAD = 8
+"""Batches per worker where no ``prefetch_factor`` counts them and drawing ahead is harmless."""
+_TIGHT_BYTES = 1 << 30
+"""Below this much memory a worker, work is given out cautiously until a batch's size is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Builder:
+    """Makes engines for an iterator. Holds no loader: the loader may hold the iterator."""
+
+    threads: bool
+    context: Any
+    counters: Counters
+
+    def build(self, terms: Terms, job: Job) -> Engine:
+        """Arena, workers and state machine, not yet started."""
+        arena = Arena(terms.budget_bytes)
+        crew: Crew = ThreadCrew(job, arena) if self.threads else Pool(self.context, job, arena)
+        return Engine(terms, arena, crew, self.counters)
+
+
+class DataLoader(torch.utils.data.DataLoader[_T_co]):
+    """A drop-in ``torch.utils.data.DataLoader``, bounded in bytes, that survives its workers.
+
+    Every argument of torch's has torch's meaning. Beyond them, keyword-only:
+
+    Args:
+        num_workers: as in torch, or ``"auto"`` (the default): half of the CPUs that this process
+            may use, at most 4 per GPU (8 without) and 16; 1 for an iterable dataset, which more
+            workers would repeat; 0 inside another loader's worker. Reads back as an int.
+        memory: what may be in flight at most, in bytes or like ``"8GB"``. Default: two fifths of
+            what this process may use, control groups included. With ``prefetch_factor`` given
+            too, the smaller bound wins.
+        worker_kind: ``"process"`` or ``"thread"``. Threads need no transport but share the
+            interpreter, the dataset object (file handles!) and the global random generators.
+        share_batches: workers fill one batch together.
+        on_error: ``"raise"`` (as torch) or ``"skip"``: a sample that raises is dropped, counted
+            and listed in ``stats()``; the batch is smaller, and left out if nothing remains. In
+            distributed training ranks then see different numbers of samples (and, where whole
+            batches fall away, of steps: use a join context or a fixed number of steps).
+        name: shown in statistics and logs.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[_T_co],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int | Literal["auto"] = "auto",
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory_device: str = "",
+        in_order: bool = True,
+        memory: int | str | None = None,
+        worker_kind: Literal["process", "thread"] = "process",
+        share_batches: bool = False,
+        on_error: Literal["raise", "skip"] = "raise",
+        name: str | None = None,
+    ) -> None:
+        _one_of("worker_kind", worker_kind, ("process", "thread"))
+        _one_of("on_error", on_error, ("raise", "skip"))
+        if isinstance(num_workers, str):
+            _one_of("num_workers", num_workers, ("auto",), "an int")
+        if share_batches:
+            raise ConfigError(name="share_batches", given=share_batches, accepted="False for now")
+        self._memory_bytes = None if memory is None else parse_bytes(memory, name="memory")
+        self.memory = memory
+        self.worker_kind = worker_kind
+        self.share_batches = share_batches
+        self.on_error = on_error
+        self.name = name
+        self._counted = prefetch_factor is not None
+        self._counters = Counters()
+        self._newest: weakref.ref[EngineIter] | None = None
+        if num_workers == "auto":
+            num_workers = _auto_workers(dataset)
+            if num_workers == 0:  # what needs workers was asked of a choice, not of a number
+                prefetch_factor = multiprocessing_context = None
+                persistent_workers = False
+                timeout = min(timeout, 0)  # a negative one is refused in any case
+        super().__init__(
+            dataset,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            num_workers,
+            collate_fn,
+            pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+        )
+
+    def _get_iterator(self) -> _BaseDataLoaderIter:
+        if self.num_workers == 0:
+            return MainIter(self)
+        self.check_worker_number_rationality()
+        if self._actual_kind() == "torch":
+            return _MultiProcessingDataLoaderIter(self)
+        iterator = EngineIter(self)
+        self._newest = weakref.ref(iterator)
+        return iterator
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy counts for itself."""
+        return {**self.__dict__, "_counters": Counters(), "_newest": None}
+
+    def stats(self) -> LoaderStats:
+        """What this loader does right now, and has done so far."""
+        iterator = self._newest() if self._newest is not None else None
+        return _snapshot(self, iterator._engine if iterator is not None else None)
+
+    # ---- settings of one iterator
+
+    def _actual_kind(self) -> Literal["main", "process", "thread", "torch"]:
+        """What loads: what was asked for, or what this platform can do instead."""
+        if self.num_workers == 0:
+            return "main"
+        if self.worker_kind == "thread" or missing() is None:
+            return self.worker_kind
+        kind: Literal["thread", "torch"] = (
+            "torch" if isinstance(self.dataset, IterableDataset) else "thread"
+        )
+        say_once(f"this platform has no {missing()}: loading with {FALLBACKS[kind]} instead")
+        return kind
+
+    def _terms(self, job: Job) -> Terms:
+        budget, available = plan_budget(self._memory_bytes, local_world_size())
+        ahead = window = self.prefetch_factor or 2
+        if not self._counted and draws_own_stream(self._index_sampler):
+            window = max(window, _DRAWN_AHEAD)
+            if self._memory_bytes is not None:
+                ahead = window
+        workers = self.num_workers
+        if job.iterable and self._actual_kind() == "thread":
+            workers = 1  # threads share the dataset: more of them would repeat it
+        return Terms(
+            workers=workers,
+            window=window * workers,
+            ahead=ahead * workers,
+            budget_bytes=budget,
+            in_order=self.in_order,
+            # Where identity can matter, a batch stays with the worker that torch would give it.
+            pinned=job.iterable or job.worker_init_fn is not None,
+            iterable=job.iterable,
+            timeout=self.timeout,
+            cautious=available // workers < _TIGHT_BYTES,
+            available_bytes=available,
+        )
+
+    def _builder(self) -> Builder:
+        return Builder(
+            self._actual_kind() == "thread", self.multiprocessing_context, self._counters
+        )
+
+
+def _one_of(name: str, given: object, accepted: tuple[str, ...], *more: str) -> None:
+    if given not in accepted:
+        words = [f'"{value}"' for value in accepted] + list(more)
+        raise ConfigError(name=name, given=given, accepted=" or ".join(words))
+
+
+def _auto_workers(dataset: object) -> int:
+    if multiprocessing.current_process().daemon:
+        return 0  # a worker may not have workers
+    if isinstance(dataset, IterableDataset):
+        return 1
+    gpus = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    return default_workers(max(1, usable_cpus() // local_world_size()), gpus)
+
+
+def _snapshot(loader: DataLoader[Any], engine: Engine | None) -> LoaderStats:
+    counters = loader._counters
+    dispatch = engine.dispatch if engine is not None else None
+    handles = [h for h in engine.handles if h.is_alive()] if engine is not None else []
+    kind = loader._actual_kind()
+    return LoaderStats(
+        name=loader.name or "loader",
+        worker_kind=kind,
+        fallback=None if kind in ("main", loader.worker_kind) else f"no {missing()} here",
+        workers=len(handles),
+        worker_pids=tuple(h.pid for h in handles if h.pid is not None),
+        delivered=counters.delivered,
+        ready=dispatch.ready if dispatch is not None else 0,
+        in_flight_bytes=dispatch.used_bytes if dispatch is not None else 0,
+        in_flight_peak_bytes=max(
+            counters.in_flight_peak_bytes, dispatch.peak_bytes if dispatch is not None else 0
+        ),
+        leased_bytes=dispatch.leased_bytes if dispatch is not None else 0,
+        arena_bytes=engine.arena.nbytes if engine is not None else counters.arena_bytes,
+        overdraft_bytes=engine.arena.overdraft_bytes if engine is not None else 0,
+        overdraft_batches=counters.overdraft_batches,
+        copied_batches=counters.copied_batches,
+        worker_private_bytes=engine.private_bytes if engine is not None else 0,
+        wait_seconds=counters.wait_seconds,
+        fetch_seconds=Quantiles.of(list(counters.fetch)),
+        collate_seconds=Quantiles.of(list(counters.collate)),
+        slowest=tuple(counters.slowest()),
+        deaths=counters.deaths,
+        skipped=counters.skipped,
+        skips=tuple(counters.skips),
+    )

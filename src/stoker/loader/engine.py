@@ -1,0 +1,641 @@
+"""Runs one iterator's loading: carries out what ``dispatch`` decides, with a pool and an arena.
+
+The engine owns arena, pool and state machine; it knows batches by number and payload, not
+samplers, epochs of a framework, or torch's DataLoader (see ``iterator``).
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch._utils import ExceptionWrapper
+
+from stoker.errors import WorkerDied, WorkerError, WorkerLost, WorkerStartError, WorkerTimeout
+from stoker.loader.arena import Arena
+from stoker.loader.codec import decode
+from stoker.loader.dispatch import (
+    MAX_STRIKES,
+    Assign,
+    Command,
+    Delivery,
+    Dispatch,
+    Grant,
+    How,
+    Recall,
+    Retire,
+    Spawn,
+    State,
+    Task,
+)
+from stoker.loader.extents import Extent
+from stoker.loader.pool import Event, HostDied
+from stoker.loader.stats import Counters
+from stoker.loader.wire import Kind
+from stoker.loader.worker import Report
+from stoker.machine.limits import memory_room, oom_kills
+from stoker.units import format_bytes
+
+log = logging.getLogger("stoker.loader")
+
+POLL_SECONDS = 0.5
+REPORT_AFTER_SECONDS = 30.0
+"""Without a ``timeout`` a worker that keeps the trainer waiting this long is reported."""
+CAUTIOUS_SECONDS = 2.0
+MAX_HOST_DEATHS = 3
+_SCARCE = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
+"""What the system says when it has no descriptors, processes or memory left."""
+_PRIVATE_SHARE = 0.85
+
+
+class Crew(Protocol):
+    """What the engine needs of a pool, of processes or of threads."""
+
+    handles: dict[int, Any]
+
+    def start(self) -> None: ...
+    def spawn(self, worker: int) -> None: ...
+    def send(self, worker: int, *message: Any) -> None: ...
+    def recall(self, worker: int) -> tuple[Any, ...] | None: ...
+    def wait(self, timeout: float) -> None: ...
+    def collect(self) -> list[Event]: ...
+    def restart(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How one iterator loads: bounds and rules, no objects of the user's."""
+
+    workers: int
+    window: int
+    ahead: int
+    budget_bytes: int
+    in_order: bool
+    pinned: bool
+    iterable: bool
+    timeout: float
+    cautious: bool
+    available_bytes: int
+
+
+class Nothing:
+    """A delivered batch of which every sample was skipped."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unsendable:
+    """A batch that the dataset delivers but no process can send."""
+
+    payload: object
+    error: ExceptionWrapper
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What ``take`` found: a batch, Nothing, Unsendable, or an error to raise."""
+
+    position: int
+    batch: Any
+
+
+class Engine:
+    """Submit payloads, take batches. Belongs to one thread at a time."""
+
+    def __init__(self, terms: Terms, arena: Arena, crew: Crew, counters: Counters) -> None:
+        self._terms = terms
+        self._arena = arena
+        self._crew = crew
+        self._counters = counters
+        self._dispatch = Dispatch(
+            workers=terms.workers,
+            budget=arena.nbytes,
+            window=terms.window,
+            ahead=terms.ahead,
+            in_order=terms.in_order,
+            pinned=terms.pinned,
+            cautious=terms.cautious,
+        )
+        self._epoch: tuple[int, int | None] | None = None
+        self.suspect = False
+        """An exception (Ctrl-C) came in the middle of a change of state: start afresh.
+
+        Set before anything changes, taken back when all is well: an interruption may come between
+        any two steps.
+        """
+        self._private: dict[int, int] = {}
+        self._ends: dict[int, tuple[int, int, int | None]] = {}  # seq -> worker, pid, status
+        self._timed_out: set[int] = set()
+        self._unready_deaths: Counter[int] = Counter()
+        self._host_deaths = 0
+        self._oom_kills = oom_kills()
+        self._opened_at = time.monotonic()
+        self._fatal: WorkerError | ExceptionWrapper | None = None
+        self._closed = False
+
+    def start(self) -> None:
+        """Start the workers."""
+        self.suspect = True
+        try:
+            self._crew.start()
+            for worker in range(self._terms.workers):
+                self._crew.spawn(worker)
+        except OSError as error:
+            if error.errno in _SCARCE:
+                raise _could_not_start(str(error)) from error
+            raise
+        self.suspect = False
+
+    # ---- what the iterator does
+
+    @property
+    def outstanding(self) -> int:
+        """Batches submitted and not yet taken."""
+        return self._dispatch.outstanding
+
+    @property
+    def accepting(self) -> bool:
+        """May another batch be submitted now?"""
+        return self._dispatch.outstanding < self._terms.window and self._dispatch.any_active
+
+    def submit(self, position: int, payload: object) -> None:
+        """Queue a batch of indices; its random draws are those of its position."""
+        self.suspect = True
+        self._act(self._dispatch.submit((position, payload)))
+        self.suspect = False
+
+    def take(self) -> Taken:
+        """The next batch. Raises StopIteration when nothing is outstanding."""
+        self.suspect = True
+        try:
+            taken = self._take()
+        except (StopIteration, WorkerError):
+            self.suspect = False
+            raise
+        self.suspect = False
+        return taken
+
+    def _take(self) -> Taken:
+        self._raise_fatal()
+        waited_from = time.monotonic()
+        report_at = waited_from + REPORT_AFTER_SECONDS
+        self._collect()
+        while True:
+            delivery = self._dispatch.deliver()
+            if delivery is not None:
+                self._counters.wait_seconds += time.monotonic() - waited_from
+                return self._hand_over(delivery)
+            if not self._dispatch.outstanding:
+                raise StopIteration
+            now = time.monotonic()
+            timeout = POLL_SECONDS
+            if self._terms.timeout > 0:
+                left = waited_from + self._terms.timeout - now
+                if left <= 0:
+                    self._on_timeout()
+                    waited_from = now
+                    continue
+                timeout = min(timeout, left)
+            elif now >= report_at:
+                self._report_stuck(now - waited_from)
+                report_at = now + REPORT_AFTER_SECONDS
+            if self._dispatch.cautious:
+                timeout = min(timeout, 0.05)
+                if now - self._opened_at > CAUTIOUS_SECONDS:
+                    self._act(self._dispatch.open_up())
+            self._act(self._dispatch.starved())
+            self.suspect = False  # nothing changes while we wait: Ctrl-C is welcome
+            self._crew.wait(timeout)
+            self.suspect = True
+            self._collect()
+            self._raise_fatal()
+
+    def _raise_fatal(self) -> None:
+        if isinstance(self._fatal, ExceptionWrapper):
+            self.suspect = False
+            self._fatal.reraise()
+        elif self._fatal is not None:
+            raise self._fatal
+
+    def has_next(self) -> bool:
+        """Can a batch be taken without waiting?"""
+        self.suspect = True
+        self._collect()
+        self.suspect = False
+        return self._dispatch.deliverable
+
+    @property
+    def failed(self) -> bool:
+        """Is this the end: would every ``take`` raise?"""
+        return self._fatal is not None
+
+    def new_epoch(self, epoch: int, shared_seed: int | None) -> None:
+        """Forget what was not taken; the workers go on with the next epoch."""
+        self.suspect = True
+        self._collect()
+        self._act(self._dispatch.abandon())
+        for worker in range(self._terms.workers):
+            self._crew.send(worker, Kind.EPOCH, epoch, shared_seed)
+        self._dispatch.begin_epoch()
+        self._epoch = (epoch, shared_seed)
+        self.suspect = False
+
+    def close(self) -> None:
+        """End workers and give back all memory that the caller does not hold."""
+        if self._closed:
+            return
+        self._note_peak()
+        self._crew.close()
+        self._arena.close()
+        self._closed = True
+
+    # ---- figures
+
+    def _note_peak(self) -> None:
+        counters = self._counters
+        counters.arena_bytes = self._arena.nbytes
+        counters.in_flight_peak_bytes = max(
+            counters.in_flight_peak_bytes, self._dispatch.peak_bytes
+        )
+
+    @property
+    def handles(self) -> list[Any]:
+        """One handle per worker id."""
+        return [self._crew.handles[i] for i in sorted(self._crew.handles)]
+
+    @property
+    def dispatch(self) -> Dispatch:
+        """For figures only."""
+        return self._dispatch
+
+    @property
+    def private_bytes(self) -> int:
+        """Private memory of all workers, as last reported."""
+        return sum(self._private.values())
+
+    @property
+    def arena(self) -> Arena:
+        """For figures only."""
+        return self._arena
+
+    # ---- commands
+
+    def _act(self, commands: list[Command]) -> None:
+        while commands:
+            more: list[Command] = []
+            for command in commands:
+                if isinstance(command, Assign):
+                    task = command.task
+                    start, size = (0, 0) if task.asks else _place(task.extent)
+                    position, payload = _content(task)
+                    self._crew.send(
+                        command.worker, Kind.TASK, task.seq, start, size, position, payload
+                    )
+                elif isinstance(command, Grant):
+                    start, size = _place(command.task.extent)
+                    self._crew.send(command.worker, Kind.GRANT, command.task.seq, start, size)
+                elif isinstance(command, Recall):
+                    message = self._crew.recall(command.worker)
+                    seq = None if message is None else message[1]
+                    more += self._dispatch.recalled(command.worker, seq)
+                elif isinstance(command, Spawn):
+                    try:
+                        self._crew.spawn(command.worker)
+                    except OSError as error:
+                        self._fatal = _could_not_start(f"worker {command.worker}: {error}")
+                        return
+                    if self._epoch is not None:
+                        self._crew.send(command.worker, Kind.EPOCH, *self._epoch)
+                elif isinstance(command, Retire):
+                    self._crew.send(command.worker, Kind.EXIT)
+            commands = more
+
+    # ---- events
+
+    def _collect(self) -> None:
+        for start in self._arena.ended():
+            self._act(self._dispatch.release(start))
+        try:
+            events = self._crew.collect()
+        except HostDied as death:
+            for event in death.events:
+                self._handle(event)
+            self._on_host_death(str(death))
+            return
+        for event in events:
+            self._handle(event)
+
+    def _handle(self, event: Event) -> None:
+        worker = event.worker
+        kind = event.kind
+        if kind == Kind.DONE:
+            self._on_done(worker, event)
+        elif kind == Kind.READY:
+            self._unready_deaths.clear()
+            self._act(self._dispatch.worker_ready(worker))
+        elif kind == Kind.NEED:
+            self._act(self._dispatch.need(worker, event.message[1], event.message[2]))
+        elif kind == Kind.SIZED:
+            self._note_private(worker, event.message[2])
+            self._act(self._dispatch.sized(event.message[1]))
+        elif kind == Kind.END:
+            self._act(self._dispatch.exhausted(worker, event.message[1]))
+        elif kind == Kind.EXITED:
+            self._on_death(worker, event.message[2], event.message[3])
+        elif kind == Kind.BROKEN:
+            self._fatal = event.message[1]
+        elif kind == Kind.SPAWN_FAILED:
+            self._fatal = _could_not_start(f"worker {worker}: {event.message[2]}")
+
+    def _on_done(self, worker: int, event: Event) -> None:
+        _, seq, values = event.message
+        report = Report._make(values)
+        if report.private_bytes:
+            self._note_private(worker, report.private_bytes)
+        if report.looked_at_id:
+            self._dispatch.pin()
+        lease = None
+        if event.fds:
+            lease = self._arena.adopt(event.fds[0], report.used)
+        elif event.memory is not None:
+            lease = self._arena.adopt_memory(event.memory, report.used)
+        if lease is not None:
+            self._counters.overdraft_batches += 1
+        self._host_deaths = 0
+        self._unready_deaths.clear()  # loading gets on
+        self._act(self._dispatch.done(worker, seq, report.used, (report, lease)))
+
+    def _note_private(self, worker: int, private: int) -> None:
+        """Work with fewer workers where their private memory would not fit beside the arena."""
+        self._private[worker] = private
+        terms = self._terms
+        room = terms.available_bytes * _PRIVATE_SHARE - self._arena.nbytes
+        largest = max(self._private.values())
+        active = self._dispatch.active_limit
+        if largest > 0 and not self._dispatch.pinned and largest * active > room:
+            fitting = max(1, int(room // largest))
+            if fitting < active:
+                log.warning(
+                    "workers hold %s each of their own and %s are left for them: "
+                    "working with %d of %d workers",
+                    format_bytes(largest),
+                    format_bytes(max(0, int(room))),
+                    fitting,
+                    terms.workers,
+                )
+                self._act(self._dispatch.limit_active(fitting))
+
+    def _on_death(self, worker: int, pid: int, status: int) -> None:
+        state = self._dispatch.workers[worker]
+        self._private.pop(worker, None)
+        if state.retired:
+            return
+        self._counters.deaths += 1
+        current = state.queue[0] if state.queue else None
+        if current is not None:
+            self._ends[current.seq] = (worker, pid, status)
+        if self._terms.iterable:
+            timed_out = current is not None and current.seq in self._timed_out
+            self._fatal = self._end_of(worker, pid, status, current, 1, timed_out=timed_out)
+            self._dispatch.died(worker, respawn=False)
+            return
+        if not state.ready:
+            self._unready_deaths[worker] += 1
+            if self._unready_deaths[worker] >= MAX_STRIKES:
+                self._fatal = self._end_of(worker, pid, status, None, MAX_STRIKES)
+                self._dispatch.died(worker, respawn=False)
+                return
+        strike = current is not None and self._was_begun(worker, current)
+        if status == -signal.SIGKILL and self._was_oom() and self._dispatch.active_limit > 1:
+            strike = False  # too many workers, not a bad batch
+            fitting = self._dispatch.active_limit - 1
+            log.warning(
+                "worker %d (pid %d) was killed for lack of memory: going on with %d workers",
+                worker,
+                pid,
+                fitting,
+            )
+            self._act(self._dispatch.limit_active(fitting))
+        else:
+            log.warning(
+                "worker %d (pid %d) %s: replaced, its batches are loaded again",
+                worker,
+                pid,
+                _how(status),
+            )
+        respawn = worker < self._dispatch.active_limit or self._dispatch.pinned
+        self._act(self._dispatch.died(worker, strike=strike, respawn=respawn))
+
+    def _was_begun(self, worker: int, task: Task) -> bool:
+        """Had the worker read of this batch? One it never saw has not killed it."""
+        while (message := self._crew.recall(worker)) is not None:
+            if message[0] == Kind.TASK:
+                return bool(message[1] != task.seq)
+        return True
+
+    def _was_oom(self) -> bool:
+        now = oom_kills()
+        before, self._oom_kills = self._oom_kills, now
+        return now is not None and before is not None and now > before
+
+    def _on_host_death(self, words: str) -> None:
+        self._host_deaths += 1
+        pid = os.getpid()
+        if self._terms.iterable or self._host_deaths > MAX_HOST_DEATHS:
+            self._fatal = WorkerLost(pid=pid, cause=words)
+            return
+        log.warning("%s: started again, undelivered batches are loaded again", words)
+        self._counters.deaths += 1
+        self._crew.restart()
+        self._act(self._dispatch.all_died())
+
+    # ---- waiting too long
+
+    def _on_timeout(self) -> None:
+        task = self._dispatch.head_task()
+        if task is None or task.worker < 0:
+            return
+        handle = self._crew.handles[task.worker]
+        if handle.pid is None:  # a thread, or a process that never started
+            self._fatal = self._end_of(task.worker, 0, None, task, 1, timed_out=True)
+            return
+        self._timed_out.add(task.seq)
+        log.warning(
+            "no batch within %g s: worker %d (pid %s, %s) is stuck; its stack follows, "
+            "then it is replaced",
+            self._terms.timeout,
+            task.worker,
+            handle.pid,
+            _process_state(handle.pid),
+        )
+        handle.dump_stack()
+        handle.wait(0.1)
+        handle.kill()
+
+    def _report_stuck(self, seconds: float) -> None:
+        task = self._dispatch.head_task()
+        if task is None or task.worker < 0:
+            return
+        pid = self._crew.handles[task.worker].pid
+        log.warning(
+            "waiting for %.0f s: worker %d (pid %s, %s) has not finished indices %.200s; "
+            "set timeout= to have such a worker replaced",
+            seconds,
+            task.worker,
+            pid,
+            _process_state(pid),
+            _content(task)[1],
+        )
+
+    # ---- delivery
+
+    def _hand_over(self, delivery: Delivery) -> Taken:
+        return Taken(_content(delivery.task)[0], self._content_of(delivery))
+
+    def _content_of(self, delivery: Delivery) -> object:
+        task = delivery.task
+        try:
+            if task.state is State.FAILED:
+                worker, pid, status = self._ends.get(task.seq, (-1, 0, None))
+                return self._end_of(
+                    worker,
+                    pid,
+                    status,
+                    task,
+                    task.strikes,
+                    timed_out=task.seq in self._timed_out,
+                )
+            assert isinstance(task.result, tuple)
+            return self._batch(delivery, *task.result)
+        finally:
+            self._ends.pop(task.seq, None)
+            self._timed_out.discard(task.seq)
+            self._act(self._dispatch.pump())
+
+    def _batch(self, delivery: Delivery, report: Report, lease: Any) -> object:
+        counters = self._counters
+        counters.batch(report.fetch_seconds, report.collate_seconds)
+        if report.slowest is not None:
+            counters.slow_sample(*report.slowest)
+        for index, error in report.skips:
+            counters.skip(index, error)
+        extent = delivery.task.extent
+        if report.unsendable and report.error is not None and not self._terms.iterable:
+            return Unsendable(_content(delivery.task)[1], report.error)
+        if report.error is not None:
+            return report.error
+        if report.skeleton is None:
+            return Nothing
+        if lease is None and extent is None and report.used:
+            return self._not_received(delivery.task)
+        if delivery.how is How.PLAIN or extent is None:
+            memory = lease if lease is not None else self._no_memory()
+        elif delivery.how is How.LEASE:
+            memory = self._arena.lease(extent, report.used)
+        else:
+            counters.copied_batches += 1
+            memory = self._arena.private_copy(extent, report.used)
+            self._act(self._dispatch.release(extent.start))
+        try:
+            return decode(report.skeleton, memory)
+        except Exception:  # noqa: BLE001 - the user's own classes are put together here
+            return ExceptionWrapper(where="while a batch of a DataLoader worker was unpickled")
+
+    def _not_received(self, task: Task) -> object:
+        """A batch in memory of its own whose descriptor the kernel dropped on the way."""
+        lost = OSError(
+            errno.EMFILE,
+            f"{os.strerror(errno.EMFILE)}; raise the limit (ulimit -n) or give a larger memory=",
+        )
+        error = ExceptionWrapper((OSError, lost, None), where="while a batch was received")
+        return error if self._terms.iterable else Unsendable(_content(task)[1], error)
+
+    def _no_memory(self) -> Any:
+        return self._arena.view(Extent(0, 0), 0)
+
+    def _end_of(
+        self,
+        worker: int,
+        pid: int,
+        status: int | None,
+        task: Task | None,
+        attempts: int,
+        *,
+        timed_out: bool = False,
+    ) -> WorkerError:
+        indices: Any = None
+        if task is not None and not self._terms.iterable:
+            payload = _content(task)[1]
+            indices = payload if isinstance(payload, (list, tuple)) else [payload]
+        if timed_out:
+            return WorkerTimeout(
+                timeout=self._terms.timeout, worker=worker, pid=pid, indices=indices
+            )
+        signal_name = signal.Signals(-status).name if status is not None and status < 0 else None
+        hint = ""
+        if self._terms.iterable:
+            hint = (
+                "The position in an iterable dataset is lost with its worker, so this epoch "
+                "can't go on; start a new iteration."
+            )
+        return WorkerDied(
+            worker=worker,
+            pid=pid,
+            signal_name=signal_name,
+            exit_code=status if status is not None and status >= 0 else None,
+            indices=indices,
+            attempts=attempts,
+            private_bytes=self._private.get(worker),
+            hint=hint,
+        )
+
+
+def _content(task: Task) -> tuple[int, Any]:
+    """Position and indices of a batch, as submitted."""
+    assert isinstance(task.payload, tuple)
+    position, payload = task.payload
+    return position, payload
+
+
+def _could_not_start(cause: str) -> WorkerStartError:
+    return WorkerStartError(
+        cause=cause,
+        hint="Try fewer workers, or raise the limits on open files (ulimit -n) and processes "
+        "(ulimit -u); each worker takes three descriptors.",
+    )
+
+
+def _place(extent: Extent | None) -> tuple[int, int]:
+    return (-1, 0) if extent is None else (extent.start, extent.size)
+
+
+def _how(status: int) -> str:
+    if status < 0:
+        return f"was killed by {signal.Signals(-status).name}"
+    return f"exited with code {status}"
+
+
+def _process_state(pid: int | None) -> str:
+    """Running, sleeping, stopped…, as the kernel says; for people."""
+    names = {"R": "running", "S": "sleeping", "D": "in disk wait", "T": "stopped", "Z": "dead"}
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return names.get(stat.read().rpartition(")")[2].split()[0], "alive")
+    except (OSError, IndexError):
+        return "gone"
+
+
+def plan_budget(memory: int | None, world: int) -> tuple[int, int]:
+    """Arena bytes, and what was available to this process when they were chosen.
+
+    Without a wish: two fifths of what this process may use right now, after its local peers
+    have taken their equal share. The rest is for the workers, the model and everybody else.
+    """
+    available = memory_room().available_bytes // max(1, world)
+    return (memory if memory is not None else available * 2 // 5), available

@@ -1,0 +1,276 @@
+"""Runs the user's dataset for one batch: fetch, collate, time, name the index that failed.
+
+Used by every kind of worker and by the trainer itself (``num_workers=0``). It knows nothing of
+processes, sockets or who decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch._utils import ExceptionWrapper
+
+from stoker.loader.collate import Collator
+from stoker.loader.room import Room
+
+_MASK64 = (1 << 64) - 1
+_BRISK_SECONDS = 20e-6
+"""A dataset that takes less a sample is timed by the batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every worker of one iterator needs. Pickled at most once, then inherited."""
+
+    dataset: Any
+    iterable: bool
+    batched: bool
+    collate_fn: Callable[[Any], Any]
+    drop_last: bool
+    base_seed: int
+    worker_init_fn: Callable[[int], None] | None
+    num_workers: int
+    shared_seed: int | None
+    skip_errors: bool
+    tight: bool
+    """Memory is scarce: announce the size of the first sample, give freed memory back at once."""
+
+
+def position_seed(base_seed: int, epoch: int, position: int) -> int:
+    """The seed of a batch: of its place in the run, not of the worker it lands on.
+
+    Two rounds of the splitmix64 finalizer, so that neighbours share no bits; 63 bits, because
+    datasets put ``torch.initial_seed()`` into int64 tensors.
+    """
+    value = base_seed & _MASK64
+    for part in (epoch, position):
+        value = (value + 0x9E3779B97F4A7C15 * (part + 1)) & _MASK64
+        value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+        value ^= value >> 31
+    return value >> 1
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch's, Python's and numpy's global generators (the quick way: 10 us)."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+
+
+@contextlib.contextmanager
+def own_random_state(seed: int) -> Iterator[None]:
+    """Seed the global generators for a while, then put them back as they were."""
+    with torch.random.fork_rng(devices=[]):
+        python, numpy = random.getstate(), np.random.get_state()
+        seed_everything(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def heap_room() -> Room:
+    """A room for batches that stay in this process."""
+    return Room(np.empty(0, dtype=np.uint8), lambda nbytes: np.empty(nbytes, dtype=np.uint8))
+
+
+class Fetcher:
+    """Runs the dataset for one batch at a time and notes what each sample cost."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._collator = Collator(job.collate_fn, job.batched)
+        self.announce: Callable[[Room, int], None] | None = None
+        self.skips: list[tuple[Any, str]] = []
+        self.slowest: tuple[Any, float] | None = None
+        self.fetch_seconds = 0.0
+        self._brisk = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin an epoch."""
+        self._ended = False
+        self._iterator = iter(self._job.dataset) if self._job.iterable else None
+
+    def fetch(self, index: Any, room: Room) -> object:
+        """The batch for an index (or list of indices); raises StopIteration at the end."""
+        self.skips = []
+        self.slowest = None
+        self.fetch_seconds = 0.0
+        if self._job.iterable:
+            return self._fetch_iterable(index, room)
+        if not self._job.batched:
+            return self._fetch_one(index, room)
+        many = getattr(self._job.dataset, "__getitems__", None)
+        if many:
+            return self._fetch_many(many, index, room)
+        return self._fetch_each(index, room)
+
+    def _fetch_one(self, index: Any, room: Room) -> object:
+        try:
+            sample = self._timed(self._one, index)
+        except At as failed:
+            if not self._job.skip_errors or failed.__cause__ is None:
+                raise
+            self.skips.append((index, one_line(failed.__cause__)))
+            raise NothingLeft from None
+        return self._collator.collate_all(sample, room)
+
+    def _fetch_each(self, indices: Sequence[Any], room: Room) -> object:
+        self._collator.begin(room, len(indices))
+        began = time.perf_counter()
+        brisk = self._brisk and self.announce is None and not self._job.skip_errors
+        if brisk:
+            self._add_all(indices)
+        else:
+            self._add_each(indices, room)
+        took = time.perf_counter() - began
+        self._brisk = took < _BRISK_SECONDS * len(indices)
+        if brisk:
+            self.fetch_seconds = took
+        return self._collator.finish()
+
+    def _add_all(self, indices: Sequence[Any]) -> None:
+        """Samples that take microseconds are not timed one by one: that would take as long."""
+        dataset = self._job.dataset
+        collator = self._collator
+        index = None
+        try:
+            for index in indices:
+                collator.add(dataset[index])  # which changes from the first sample to the next
+        except Exception as error:
+            raise At(index) from error
+
+    def _add_each(self, indices: Sequence[Any], room: Room) -> None:
+        dataset = self._job.dataset
+        clock = time.perf_counter
+        worst = total = 0.0
+        worst_index: Any = None
+        count = 0
+        for index in indices:
+            began = clock()
+            try:
+                sample = dataset[index]
+            except Exception as error:
+                if not self._job.skip_errors:
+                    raise At(index) from error
+                self.skips.append((index, one_line(error)))
+                continue
+            took = clock() - began
+            total += took
+            if took > worst:
+                worst, worst_index = took, index
+            self._collator.add(sample)
+            count += 1
+            if self.announce is not None:
+                self.announce(room, len(indices))
+                self.announce = None
+        self.fetch_seconds = total
+        self.slowest = (worst_index, worst)
+        if not count and self.skips:
+            raise NothingLeft
+
+    def _fetch_many(self, many: Callable[[Any], Any], indices: Any, room: Room) -> object:
+        try:
+            samples = self._timed(many, indices)
+        except At as failed:
+            if not self._job.skip_errors:
+                raise
+            del failed
+            samples = []
+            for index in indices:
+                try:
+                    samples.extend(many([index]))
+                except Exception as error:
+                    self.skips.append((index, one_line(error)))
+            if not samples:
+                raise NothingLeft from None
+        return self._collator.collate_all(samples, room)
+
+    def _fetch_iterable(self, index: Any, room: Room) -> object:
+        if self._ended:
+            raise StopIteration
+        if not self._job.batched:
+            return self._collator.collate_all(self._next_sample(), room)
+        wanted = len(index)
+        count = 0
+        self._collator.begin(room, wanted)
+        for _ in range(wanted):
+            try:
+                self._collator.add(self._next_sample())
+            except StopIteration:
+                self._ended = True
+                break
+            count += 1
+        if not count or (self._job.drop_last and count < wanted):
+            raise StopIteration
+        return self._collator.finish()
+
+    def _next_sample(self) -> object:
+        assert self._iterator is not None
+        while True:
+            began = time.perf_counter()
+            try:
+                return next(self._iterator)
+            except StopIteration:
+                raise
+            except Exception as error:
+                if not self._job.skip_errors:
+                    raise
+                self.skips.append((None, one_line(error)))
+            finally:
+                self.fetch_seconds += time.perf_counter() - began
+
+    def _one(self, index: Any) -> Any:
+        return self._job.dataset[index]
+
+    def _timed(self, call: Callable[[Any], Any], index: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return call(index)
+        except Exception as error:
+            raise At(index) from error
+        finally:
+            self.fetch_seconds = time.perf_counter() - began
+            self.slowest = (index, self.fetch_seconds)
+
+
+class At(Exception):
+    """Carries the index beside the dataset's own exception (its ``__cause__``)."""
+
+    def __init__(self, index: Any) -> None:
+        self.index = index
+
+
+class NothingLeft(Exception):
+    """Every sample of the batch was skipped."""
+
+
+def one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:300]
+
+
+def wrap_exception(error: Exception, worker: str) -> ExceptionWrapper:
+    """torch's own wrapper (type and traceback kept), with the index that failed named."""
+    where = f"in DataLoader worker {worker}"
+    if isinstance(error, At) and error.__cause__ is not None:
+        shown = repr(error.index)
+        where += f", index {shown if len(shown) <= 200 else shown[:200] + '...'}"
+        error = error.__cause__  # type: ignore[assignment]
+    wrapper = ExceptionWrapper((type(error), error, error.__traceback__), where=where)
+    try:
+        pickle.dumps(wrapper)
+    except Exception:  # a class that can't travel: keep its text
+        wrapper.exc_msg = f"{type(error).__name__} (not picklable): {wrapper.exc_msg}"
+        wrapper.exc_type = RuntimeError
+    return wrapper

@@ -1,0 +1,320 @@
+"""Iterators that torch's DataLoader machinery knows: draws indices as torch does, delivers ours.
+
+``EngineIter`` feeds an ``Engine`` and hands out its batches; ``MainIter`` is ``num_workers=0``.
+Order of random draws, warnings and attribute names are torch's: clients depend on them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch._utils import ExceptionWrapper
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
+
+from stoker.errors import WorkerError
+from stoker.loader.datapipes import sharding_init_fn
+from stoker.loader.draws import Draws
+from stoker.loader.engine import Nothing, Unsendable, log
+from stoker.loader.fetch import (
+    Fetcher,
+    Job,
+    NothingLeft,
+    heap_room,
+    own_random_state,
+    position_seed,
+    wrap_exception,
+)
+from stoker.loader.pin import AHEAD, Pinner
+from stoker.loader.pool import WorkerHandle
+from stoker.loader.stats import Counters
+
+if TYPE_CHECKING:
+    from stoker.loader.dataloader import DataLoader
+
+_PID_SECONDS = 10.0
+
+
+def _job_of(iterator: _BaseDataLoaderIter, loader: DataLoader[Any]) -> Job:
+    """What torch's base class has read out of the loader, for whoever loads."""
+    return Job(
+        dataset=iterator._dataset,
+        iterable=bool(iterator._dataset_kind),
+        batched=iterator._auto_collation,
+        collate_fn=iterator._collate_fn,
+        drop_last=iterator._drop_last,
+        base_seed=int(iterator._base_seed),
+        worker_init_fn=sharding_init_fn(
+            iterator._dataset, loader.worker_init_fn, iterator._world_size, iterator._rank
+        ),
+        num_workers=iterator._num_workers,
+        shared_seed=iterator._shared_seed,
+        skip_errors=loader.on_error == "skip",
+        tight=False,
+    )
+
+
+class EngineIter(_BaseDataLoaderIter):
+    """One pass (or, with persistent workers, several) over the dataset, by workers."""
+
+    _warned = False
+    # Held here: when the last iterators go, at the very end, this module's names are gone already.
+    _is_finalizing = staticmethod(sys.is_finalizing)
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._shutdown = True  # until there is something to shut down: __del__ may come early
+        super().__init__(loader)
+        if loader.prefetch_factor is None or loader.prefetch_factor <= 0:
+            raise AssertionError("prefetch_factor must be greater than 0 to load with workers")
+        self._lock = threading.RLock()
+        self._owner = os.getpid()
+        self._pinner: Pinner | None = None
+        self._epoch = 0
+        self._position = 0
+        self._pending: dict[int, Any] = {}
+        self._exhausted = False
+        self._torn = False
+        """``_start_afresh`` was begun and not finished."""
+        self._held: dict[int, Any] = {}
+        """By thread, a batch between engine and caller: an interruption must not lose it."""
+        job = _job_of(self, loader)
+        self._loader_terms = loader._terms(job)
+        job = self._job = replace(job, tight=self._loader_terms.cautious)
+        self._builder = loader._builder()
+        self._engine = self._builder.build(self._loader_terms, job)
+        self._shutdown = False
+        try:
+            self._engine.start()
+            if self._pin_memory:
+                self._pinner = Pinner(self._pin_memory_device)
+            # As torch: with workers the sampler is asked for an iterator twice, and the first is
+            # dropped. A sampler that draws when it is asked shows the difference.
+            super()._reset(loader, first_iter=True)
+            self._draw_first()
+        except BaseException:
+            self._shutdown_workers()
+            raise
+
+    # ---- drawing, on torch's schedule: a window at the start, then one a batch
+
+    def _draw_first(self) -> None:
+        self._draws = Draws(self._index_sampler, self._sampler_iter)
+        for _ in range(self._loader_terms.window):
+            if not self._draw():
+                break
+
+    def _draw(self) -> bool:
+        if self._exhausted or not self._engine.accepting:
+            return False
+        position = self._position
+        try:
+            index = self._draws.draw(position)
+        except StopIteration:
+            self._exhausted = True
+            return False
+        self._engine.suspect = True  # until it is submitted
+        self._pending[position] = index
+        self._position = position + 1
+        self._engine.submit(position, index)
+        return True
+
+    # ---- torch's interface
+
+    def __next__(self) -> Any:
+        thread = threading.get_ident()
+        batch = super().__next__()
+        del self._held[thread]  # no call: from here to the caller's loop Python handles no signal
+        return batch
+
+    def _next_data(self) -> Any:
+        if self._owner != os.getpid():
+            raise RuntimeError(
+                "this iterator belongs to the process that made it, not to a forked child: "
+                "iterate over the loader anew"
+            )
+        with self._lock:
+            if self._shutdown:
+                raise StopIteration
+            if self._torn or self._engine.suspect:
+                self._go_on_after_interruption()
+            try:
+                return self._next_batch()
+            except StopIteration:
+                pass
+            if not self._persistent_workers:
+                self._shutdown_workers()
+            raise StopIteration
+
+    def _next_batch(self) -> Any:
+        thread = threading.get_ident()
+        while True:
+            batch = self._held[thread] if thread in self._held else self._take(thread)
+            self._draw()
+            if batch is Nothing:
+                del self._held[thread]
+                continue
+            if isinstance(batch, ExceptionWrapper):
+                del self._held[thread]
+                batch.reraise()
+            if isinstance(batch, WorkerError):
+                del self._held[thread]
+                raise batch
+            self._builder.counters.delivered += 1
+            return batch
+
+    def _take(self, thread: int) -> Any:
+        if self._pinner is None:
+            position, batch = self._take_one()
+            self._held[thread] = batch
+            del self._pending[position]
+            return batch
+        if not self._pinner.pending:
+            self._pin_one()
+        while self._pinner.pending < AHEAD and self._engine.has_next():
+            self._pin_one()
+        batch = self._held[thread] = self._pinner.get()
+        return batch
+
+    def _pin_one(self) -> None:
+        assert self._pinner is not None
+        position, batch = self._take_one()
+        self._pinner.put(batch)
+        del self._pending[position]
+
+    def _take_one(self) -> tuple[int, Any]:
+        taken = self._engine.take()
+        if isinstance(taken.batch, Unsendable):
+            return taken.position, self._load_here(taken.position, taken.batch)
+        return taken.position, taken.batch
+
+    def _load_here(self, position: int, unsendable: Unsendable) -> Any:
+        """Load a batch that can't be sent between processes; slow, but training goes on."""
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "batches of this loader can't be sent between processes, so they are loaded in "
+                "the trainer (num_workers=0 would save the detour): %s",
+                unsendable.error.exc_msg.strip().splitlines()[-1],
+            )
+        with own_random_state(position_seed(self._job.base_seed, self._epoch, position)):
+            try:
+                return Fetcher(self._job).fetch(unsendable.payload, heap_room())
+            except Exception as error:
+                return wrap_exception(error, "fallback in the main process")
+
+    def _go_on_after_interruption(self) -> None:
+        if self._job.iterable:
+            raise RuntimeError(
+                "iterating over an IterableDataset was interrupted and its position is lost: "
+                "start a new iteration"
+            )
+        self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        """New workers, the same undelivered batches."""
+        self._torn = True
+        self._engine.close()
+        self._engine = self._builder.build(self._loader_terms, self._job)
+        self._engine.start()
+        if self._epoch:
+            self._engine.new_epoch(self._epoch, self._shared_seed)
+        for position, index in self._pending.items():
+            self._engine.submit(position, index)
+        self._torn = False
+
+    def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
+        """A new epoch with the same workers, if they are ours and can go on."""
+        forked = self._owner != os.getpid()
+        if forked:
+            self._lock = threading.RLock()  # the old one may be held by a thread we don't have
+            self._owner = os.getpid()
+        with self._lock:
+            super()._reset(loader, first_iter)
+            self._epoch += 1
+            self._position = 0
+            self._pending = {}
+            self._held = {}
+            self._exhausted = False
+            if self._pinner is not None:
+                self._pinner.clear()
+            if forked or self._torn or self._engine.suspect or self._engine.failed:
+                self._start_afresh()
+            self._engine.new_epoch(self._epoch, self._shared_seed)
+            self._draw_first()
+
+    @property
+    def _workers(self) -> list[Any]:
+        """Handles with a pid, as torch has them at once: here the zygote says it a moment later."""
+        deadline = time.monotonic() + _PID_SECONDS
+        while (
+            any(isinstance(h, WorkerHandle) and h.pid is None for h in self._engine.handles)
+            and not self._shutdown
+            and self._owner == os.getpid()
+            and time.monotonic() < deadline
+        ):
+            with self._lock:
+                self._engine.has_next()  # collects what the zygote has said
+            time.sleep(0.001)
+        return self._engine.handles
+
+    @property
+    def _pin_memory_thread(self) -> threading.Thread:
+        if self._pinner is None:
+            raise AttributeError("_pin_memory_thread")
+        return self._pinner.thread
+
+    def _shutdown_workers(self) -> None:
+        if self._shutdown or self._is_finalizing():
+            return  # at exit multiprocessing ends the host process, and that its workers
+        try:
+            if self._pinner is not None and self._owner == os.getpid():
+                self._pinner.close()
+        finally:
+            self._engine.close()
+        self._shutdown = True  # at last: what was interrupted can be called again
+
+    def __del__(self) -> None:
+        self._shutdown_workers()
+
+
+class MainIter(_SingleProcessDataLoaderIter):
+    """``num_workers=0``: torch's own iterator, with figures and ``on_error``."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        super().__init__(loader)
+        self._counters: Counters = loader._counters
+        self._skipping = Fetcher(_job_of(self, loader)) if loader.on_error == "skip" else None
+
+    def _next_data(self) -> Any:
+        while True:
+            index = next(self._sampler_iter)
+            began = time.perf_counter()
+            try:
+                data = self._load(index)
+            except NothingLeft:
+                continue
+            took = time.perf_counter() - began
+            self._counters.delivered += 1
+            self._counters.wait_seconds += took
+            self._counters.batch(took, 0.0)
+            return self._pinned(data)
+
+    def _load(self, index: Any) -> Any:
+        if self._skipping is None:
+            return self._dataset_fetcher.fetch(index)
+        try:
+            return self._skipping.fetch(index, heap_room())
+        finally:
+            for skipped in self._skipping.skips:
+                self._counters.skip(*skipped)
+
+    def _pinned(self, data: Any) -> Any:
+        if not self._pin_memory:
+            return data
+        from torch.utils.data._utils.pin_memory import pin_memory
+
+        return pin_memory(data, self._pin_memory_device)

@@ -1,0 +1,114 @@
+"""A memory control group that kills torch's loader; ours, told nothing, finishes in it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stoker.machine import cgroup
+from tests.process.scripts import run
+
+JOIN = 'echo $$ > "$1/cgroup.procs" && shift && exec "$@"'
+LIMIT_BYTES = 1_100_000_000
+
+LOAD = """
+import logging
+logging.basicConfig()
+
+def right(batch, step):
+    return [int(s.min()) for s in batch] == [int(s.max()) for s in batch] == [
+        step * 4 + n for n in range(4)
+    ]
+
+if __name__ == "__main__":
+    {imports}
+    loader = DataLoader(Heavy(40), batch_size=4, num_workers=4, prefetch_factor=4, {more})
+    for step, batch in enumerate(loader):
+        assert right(batch, step)
+        time.sleep(0.02)
+    assert step == 9
+    print("finished")
+"""
+
+
+@pytest.fixture
+def group() -> Iterator[Path]:
+    """A memory group below our own, with a limit."""
+    v1 = [found for found in cgroup.hierarchies("memory") if found.version == 1]
+    if not v1:
+        pytest.skip("no cgroup v1 memory controller on this machine")
+    path = v1[0].levels[0] / f"stoker-test-{uuid.uuid4().hex}"
+    try:
+        path.mkdir()
+    except OSError as error:
+        pytest.skip(f"may not create a memory cgroup: {error}")
+    try:
+        (path / "memory.limit_in_bytes").write_text(str(LIMIT_BYTES))
+        yield path
+    finally:
+        path.rmdir()
+
+
+def inside(group: Path) -> list[str]:
+    return ["sh", "-c", JOIN, "sh", str(group)]
+
+
+def test_torch_is_killed(group: Path) -> None:
+    body = LOAD.format(imports="from torch.utils.data import DataLoader", more="")
+    ended = run(body, prefix=inside(group))
+    _remove_what_torch_left()
+    assert "finished" not in ended.stdout
+    assert ended.returncode != 0
+
+
+def _remove_what_torch_left() -> None:
+    for path in Path("/dev/shm").glob("torch_*_*"):
+        if not Path(f"/proc/{path.name.split('_')[1]}").exists():
+            path.unlink()
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_we_finish(group: Path, context: str) -> None:
+    body = LOAD.format(imports="", more=f"multiprocessing_context={context!r}")
+    ended = run(body, prefix=inside(group))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "finished\n"
+
+
+def test_we_finish_with_a_collate_fn_of_the_users(group: Path) -> None:
+    body = LOAD.format(imports="", more="collate_fn=lambda samples: torch.stack(samples)")
+    ended = run(body, prefix=inside(group))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "finished\n"
+
+
+MEASURED = """
+import threading
+most = 0
+
+def watch():
+    global most
+    while True:
+        stat = dict(line.split() for line in open(group + "/memory.stat"))
+        most = max(most, int(stat["shmem"]))
+        time.sleep(0.002)
+
+group = {group!r}
+threading.Thread(target=watch, daemon=True).start()
+loader = DataLoader(Numbers(1000, width=250_000), batch_size=4, num_workers=2, memory="20MB")
+for step, batch in enumerate(loader):
+    stats = loader.stats()
+    assert stats.in_flight_peak_bytes <= 20_000_000, stats
+assert stats.overdraft_batches == 0, stats
+assert most <= 20_000_000 + (1 << 20), most
+print("finished")
+"""
+
+
+def test_memory_bounds_what_the_kernel_counts_as_shared(group: Path) -> None:
+    ended = run(MEASURED.format(group=str(group)), prefix=inside(group))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "finished\n"

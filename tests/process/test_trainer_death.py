@@ -1,0 +1,108 @@
+"""The trainer is killed without a chance to clean up; nobody outlives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.process.scripts import gone, running
+
+TRAIN = """
+if __name__ == "__main__":
+    loader = DataLoader(
+        {dataset}, batch_size=2, num_workers=3, multiprocessing_context={context!r},
+        persistent_workers={persistent}
+    )
+    iterator = iter(loader)
+    worker_pids(iterator)
+    if not {busy}:
+        next(iterator)
+    print("training", flush=True)
+    time.sleep(60)
+"""
+
+
+def train(context: str, *, busy: bool = False, persistent: bool = False) -> str:
+    dataset = "Sleepy(1000, set(range(1000)), 60.0)" if busy else "Numbers(1000)"
+    return TRAIN.format(dataset=dataset, context=context, busy=busy, persistent=persistent)
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+def test_workers_and_host_end_with_the_trainer(context: str, busy: bool) -> None:
+    shared = set(os.listdir("/dev/shm"))
+    with running(train(context, busy=busy)) as script:
+        script.wait_for("training")
+        left = script.descendants()
+        assert len(left) >= 4, "three workers and a host"
+        script.process.kill()
+        assert gone(left, seconds=2.0) == []
+    assert set(os.listdir("/dev/shm")) <= shared
+
+
+def test_persistent_workers_end_with_the_trainer() -> None:
+    with running(train("fork", persistent=True)) as script:
+        script.wait_for("training")
+        left = script.descendants()
+        script.process.kill()
+        assert gone(left, seconds=2.0) == []
+
+
+def test_a_stopped_host_ends_with_the_trainer_once_it_goes_on() -> None:
+    with running(train("fork")) as script:
+        script.wait_for("training")
+        left = script.descendants()
+        host = next(p for p in left if p.ppid() == script.pid)
+        host.send_signal(signal.SIGSTOP)
+        script.process.kill()
+        script.process.wait(5)
+        host.send_signal(signal.SIGCONT)
+        assert gone(left, seconds=2.0) == []
+
+
+FROM_A_THREAD = """
+import threading
+
+def start():
+    global iterator
+    iterator = iter(DataLoader(Numbers(1000), batch_size=2, num_workers=2))
+    worker_pids(iterator)
+
+thread = threading.Thread(target=start)
+thread.start()
+thread.join()
+time.sleep(0.2)
+assert all(w.is_alive() for w in iterator._workers), "workers died with the thread that asked"
+print("training", flush=True)
+time.sleep(60)
+"""
+
+
+def test_workers_outlive_the_thread_that_started_them_and_not_the_trainer() -> None:
+    with running(FROM_A_THREAD) as script:
+        script.wait_for("training")
+        left = script.descendants()
+        assert len(left) >= 3
+        script.process.kill()
+        assert gone(left, seconds=2.0) == []
+
+
+TERMINATED = """
+loader = DataLoader(Numbers(1000), batch_size=2, num_workers=2)
+iterator = iter(loader)
+next(iterator)
+print("training", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGSEGV])
+def test_other_deaths_of_the_trainer_leave_nothing_either(number: signal.Signals) -> None:
+    with running(TERMINATED) as script:
+        script.wait_for("training")
+        left = script.descendants()
+        os.kill(script.pid, number)
+        assert gone(left, seconds=2.0) == []
+        assert script.end(5) == -number
