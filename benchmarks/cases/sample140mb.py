@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from benchmarks.cases.views import Views, random_floats
+from benchmarks.cases.views import TupleViews, random_floats
 from benchmarks.throughput import Goal, Throughput
 
 
-def dataset(folder: Path) -> Views:
+def dataset(folder: Path) -> TupleViews:
     """Two samples of 140 MB, visited in turn."""
     del folder
-    return Views(
+    return TupleViews(
         random_floats(2, 3, 720, 1280),
         random_floats(2, 3, 720, 1280),
         random_floats(2, 32, 720, 1280),

@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 
 from benchmarks.cases import sample140mb
-from benchmarks.cases.views import Views
+from benchmarks.cases.views import TupleViews
 from benchmarks.throughput import ENDLESS, Throughput
 
 
 class Clones:
     """Clones of another dataset's samples."""
 
-    def __init__(self, views: Views) -> None:
+    def __init__(self, views: TupleViews) -> None:
         self._views = views
 
     def __len__(self) -> int:

@@ -12,17 +12,30 @@ from benchmarks.throughput import ENDLESS
 
 
 class Views:
-    """`base[i % k]` for each of some base tensors: one tensor alone, several as a tuple."""
+    """`base[i % k]`: a sample is a view, at the price of one index operation."""
 
-    def __init__(self, *bases: torch.Tensor) -> None:
-        self._bases = bases
+    def __init__(self, base: torch.Tensor) -> None:
+        self._base = base
+        self._count = len(base)
 
     def __len__(self) -> int:
         return ENDLESS
 
-    def __getitem__(self, index: int) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        views = tuple(base[index % len(base)] for base in self._bases)
-        return views if len(views) > 1 else views[0]
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._base[index % self._count]
+
+
+class TupleViews:
+    """The same of several bases: a sample is a tuple of views."""
+
+    def __init__(self, *bases: torch.Tensor) -> None:
+        self._parts = [Views(base) for base in bases]
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        return tuple([part[index] for part in self._parts])
 
 
 def random_floats(*shape: int) -> torch.Tensor:

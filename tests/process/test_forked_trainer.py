@@ -40,7 +40,7 @@ def status(pid: int) -> int:
 
 def test_what_a_forked_child_holds_is_not_overwritten() -> None:
     loader = DataLoader(
-        Numbers(4000, width=20_000), batch_size=4, num_workers=2, memory=10 * 4 * 20_000 * 4
+        Numbers(1200, width=20_000), batch_size=4, num_workers=2, memory=10 * 4 * 20_000 * 4
     )
     iterator = iter(loader)
     held = [next(iterator) for _ in range(3)]
@@ -52,15 +52,15 @@ def test_what_a_forked_child_holds_is_not_overwritten() -> None:
 
     child = fork(look)
     held.clear()
-    assert numbers(iterator) == counted(4000, 4)[3:]
+    assert numbers(iterator) == counted(1200, 4)[3:]
     assert status(child) == 0
 
 
 def test_several_children_hold_different_batches() -> None:
     loader = DataLoader(
-        Numbers(2000, width=20_000), batch_size=4, num_workers=2, memory=12 * 4 * 20_000 * 4
+        Numbers(800, width=20_000), batch_size=4, num_workers=2, memory=12 * 4 * 20_000 * 4
     )
-    expected = counted(2000, 4)
+    expected = counted(800, 4)
     children = []
     for step, batch in enumerate(loader):
         if step % 20 == 0 and step < 120:

@@ -13,7 +13,7 @@ import pytest
 
 from stoker import DataLoader
 from stoker.errors import WorkerTimeout
-from stoker.loader import engine
+from stoker.loader import engine, pool
 from tests.process.datasets import Augmented, Gated, Numbers, Sleepy
 from tests.process.epochs import (
     counted,
@@ -129,7 +129,10 @@ def test_a_stopped_worker_that_is_killed_at_last_is_replaced() -> None:
     assert numbers(batches) == counted(80, 4)
 
 
-def test_a_stopped_worker_does_not_keep_the_iterator_from_closing() -> None:
+def test_a_stopped_worker_does_not_keep_the_iterator_from_closing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pool, "_GRACE_SECONDS", 0.5)
     iterator: Any = iter(DataLoader(Numbers(400), batch_size=4, num_workers=2))
     next(iterator)
     pids = worker_pids(iterator)
