@@ -12,18 +12,18 @@ resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))
 
 class Many(Numbers):
     def __getitem__(self, index):
-        return [torch.full((3000,), float(index)) for _ in range(30)]
+        return [torch.full((3000,), float(index)) for _ in range(12)]
 
-loader = DataLoader(Many(240), batch_size=4, num_workers={workers}, {more})
+loader = DataLoader(Many(160), batch_size=4, num_workers={workers}, {more})
 held = []
 for batch in loader:
     held.append(batch)
 del loader
 for step, batch in enumerate(held):
-    assert len(batch) == 30
+    assert len(batch) == 12
     for tensor in batch:
         assert numbers([tensor]) == [list(range(step * 4, step * 4 + 4))]
-assert len(held) == 60
+assert len(held) == 40
 print("loaded")
 """
 

@@ -66,7 +66,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             too, the smaller bound wins.
         worker_kind: ``"process"`` or ``"thread"``. Threads need no transport but share the
             interpreter, the dataset object (file handles!) and the global random generators.
-        share_batches: workers fill one batch together.
+        share_batches: ``False``. Workers that fill one batch together are yet to come.
         on_error: ``"raise"`` (as torch) or ``"skip"``: a sample that raises is dropped, counted
             and listed in ``stats()``; the batch is smaller, and left out if nothing remains. In
             distributed training ranks then see different numbers of samples (and, where whole
