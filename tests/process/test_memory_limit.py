@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from stoker.machine import cgroup
+from tests.leaks import SHARED_MEMORY
 from tests.process.scripts import run
 
 JOIN = 'echo $$ > "$1/cgroup.procs" && shift && exec "$@"'
@@ -71,14 +72,15 @@ def inside(group: Path) -> list[str]:
 
 def test_torch_is_killed(group: Path) -> None:
     body = LOAD.format(imports="from torch.utils.data import DataLoader", more="")
+    before = set(SHARED_MEMORY.iterdir())
     ended = run(body, prefix=inside(group))
-    _remove_what_torch_left()
+    _remove_what_torch_left(before)
     assert "finished" not in ended.stdout
     assert ended.returncode != 0
 
 
-def _remove_what_torch_left() -> None:
-    for path in Path("/dev/shm").glob("torch_*_*"):
+def _remove_what_torch_left(before: set[Path]) -> None:
+    for path in set(SHARED_MEMORY.glob("torch_*_*")) - before:
         if not Path(f"/proc/{path.name.split('_')[1]}").exists():
             path.unlink()
 
