@@ -35,8 +35,10 @@ from torch.multiprocessing import reductions
 from torch.nn.parameter import Parameter
 from torch.utils.hooks import warn_if_has_hooks
 
+from stoker.loader import plain
 from stoker.loader.room import (
     ALIGNMENT,
+    CODE_OF,
     DTYPES,
     Memory,
     Room,
@@ -66,12 +68,11 @@ _Entry: TypeAlias = tuple[Any, ...]
 _Reduced: TypeAlias = str | tuple[Any, ...]
 
 _TENSOR, _PARAMETER, _ARRAY, _STORAGE, _BUFFER = range(5)
-_CODE_OF = {dtype: code for code, dtype in enumerate(DTYPES)}
 # Pickling never makes two arrays share memory again.
 _NEVER_SHARED = frozenset({_ARRAY, _BUFFER})
 # Instead of an address: no run of bytes, to be copied element by element.
 _STRIDED = -1
-_INLINE, _IN_ROOM = b"I", b"R"
+_INLINE, _IN_ROOM, _PLAIN = b"I", b"R", b"P"
 
 # Each out-of-band element stands in the pickle as one "next buffer" opcode: the unpickler then
 # takes whatever object comes next, and a tensor will do as well as a buffer.
@@ -84,6 +85,11 @@ def encode(batch: object, room: Room) -> bytes:
     The bulk lies in `room.memory[:room.used]`. The room is grown at most once. Whatever pickling
     raises comes out as it is.
     """
+    tree = plain.describe(batch, room, SMALL_BYTES)
+    if tree is not None:
+        payload = marshal.dumps(tree, 2)
+        if len(payload) <= _SKELETON_BYTES:
+            return _PLAIN + payload
     stream = io.BytesIO()
     items: list[_Item] = []
     _Pickler(stream, items).dump(batch)
@@ -108,6 +114,8 @@ def decode(skeleton: bytes | memoryview, lease: Memory) -> object:
         lease = lease.view(_Anchor)
     memory = memoryview(lease)  # type: ignore[arg-type]
     body = memoryview(skeleton)
+    if skeleton[0] == _PLAIN[0]:
+        return plain.rebuild(marshal.loads(body[1:]), memory)
     if body[:1] == _IN_ROOM:
         offset, nbytes = marshal.loads(body[1:])
         entries, private, blob, blob_at, stream = marshal.loads(memory[offset : offset + nbytes])
@@ -201,7 +209,7 @@ class _Pickler(pickle.Pickler):
 
     def _tensor(self, tensor: torch.Tensor, kind: int) -> Any:
         dtype = tensor.dtype
-        code = _CODE_OF.get(dtype)
+        code = CODE_OF.get(dtype)
         requires_grad = tensor.requires_grad
         if (
             not tensor.is_cpu

@@ -234,7 +234,8 @@ class Dispatch:
     @property
     def any_active(self) -> bool:
         """Is there a worker that can still produce?"""
-        return any(not worker.exhausted for worker in self._active)
+        # The first says it all but always, and this is asked of every batch.
+        return not self._active[0].exhausted or any(not w.exhausted for w in self._active)
 
     @property
     def deliverable(self) -> bool:

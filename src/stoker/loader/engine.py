@@ -13,7 +13,7 @@ import signal
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch._utils import ExceptionWrapper
 
@@ -52,6 +52,8 @@ MAX_HOST_DEATHS = 3
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 """What the system says when it has no descriptors, processes or memory left."""
 _PRIVATE_SHARE = 0.85
+_TASK, _DONE = int(Kind.TASK), int(Kind.DONE)
+"""Of every batch: an enum's member takes longer to look up, and to pickle."""
 
 
 class Crew(Protocol):
@@ -97,8 +99,7 @@ class Unsendable:
     error: ExceptionWrapper
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(NamedTuple):
     """What ``take`` found: a batch, Nothing, Unsendable, or an error to raise."""
 
     position: int
@@ -167,7 +168,9 @@ class Engine:
     def submit(self, position: int, payload: object) -> None:
         """Queue a batch of indices; its random draws are those of its position."""
         self.suspect = True
-        self._act(self._dispatch.submit((position, payload)))
+        commands = self._dispatch.submit((position, payload))
+        if commands:
+            self._act(commands)
         self.suspect = False
 
     def take(self) -> Taken:
@@ -290,13 +293,11 @@ class Engine:
         while commands:
             more: list[Command] = []
             for command in commands:
-                if isinstance(command, Assign):
+                if type(command) is Assign:  # all but always
                     task = command.task
                     start, size = (0, 0) if task.asks else _place(task.extent)
                     position, payload = _content(task)
-                    self._crew.send(
-                        command.worker, Kind.TASK, task.seq, start, size, position, payload
-                    )
+                    self._crew.send(command.worker, _TASK, task.seq, start, size, position, payload)
                 elif isinstance(command, Grant):
                     start, size = _place(command.task.extent)
                     self._crew.send(command.worker, Kind.GRANT, command.task.seq, start, size)
@@ -320,7 +321,9 @@ class Engine:
 
     def _collect(self) -> None:
         for start in self._arena.ended():
-            self._act(self._dispatch.release(start))
+            commands = self._dispatch.release(start)
+            if commands:
+                self._act(commands)
         try:
             events = self._crew.collect()
         except HostDied as death:
@@ -332,9 +335,9 @@ class Engine:
             self._handle(event)
 
     def _handle(self, event: Event) -> None:
-        worker = event.worker
         kind = event.kind
-        if kind == Kind.DONE:
+        worker = event.worker
+        if kind == _DONE:
             self._on_done(worker, event)
         elif kind == Kind.READY:
             self._unready_deaths.clear()
@@ -368,8 +371,11 @@ class Engine:
         if lease is not None:
             self._counters.overdraft_batches += 1
         self._host_deaths = 0
-        self._unready_deaths.clear()  # loading gets on
-        self._act(self._dispatch.done(worker, seq, report.used, (report, lease)))
+        if self._unready_deaths:
+            self._unready_deaths.clear()  # loading gets on
+        commands = self._dispatch.done(worker, seq, report.used, (report, lease))
+        if commands:
+            self._act(commands)
 
     def _note_private(self, worker: int, private: int) -> None:
         """Work with fewer workers where their private memory would not fit beside the arena."""
@@ -514,9 +520,12 @@ class Engine:
             assert isinstance(task.result, tuple)
             return self._batch(delivery, *task.result)
         finally:
-            self._ends.pop(task.seq, None)
-            self._timed_out.discard(task.seq)
-            self._act(self._dispatch.pump())
+            if self._ends or self._timed_out:
+                self._ends.pop(task.seq, None)
+                self._timed_out.discard(task.seq)
+            commands = self._dispatch.pump()
+            if commands:
+                self._act(commands)
 
     def _batch(self, delivery: Delivery, report: Report, lease: Any) -> object:
         counters = self._counters

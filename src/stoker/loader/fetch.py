@@ -6,12 +6,14 @@ processes, sockets or who decides.
 
 from __future__ import annotations
 
+import _random
 import contextlib
 import pickle
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -59,10 +61,16 @@ def position_seed(base_seed: int, epoch: int, position: int) -> int:
     return value >> 1
 
 
+_python_generator: random.Random = random.seed.__self__  # type: ignore[attr-defined]
+_seed_python = _random.Random.seed
+
+
 def seed_everything(seed: int) -> None:
     """Seed torch's, Python's and numpy's global generators (the quick way: 10 us)."""
     torch.default_generator.manual_seed(seed)
-    random.seed(seed)
+    # What random.seed(int) does, without asking what else the seed might be (a third of its time).
+    _seed_python(_python_generator, seed)
+    _python_generator.gauss_next = None  # type: ignore[attr-defined]
     np.random.seed(seed & 0xFFFFFFFF)
 
 
@@ -144,10 +152,14 @@ class Fetcher:
         """Samples that take microseconds are not timed one by one: that would take as long."""
         dataset = self._job.dataset
         collator = self._collator
+        todo = iter(indices)
         index = None
         try:
-            for index in indices:
-                collator.add(dataset[index])  # which changes from the first sample to the next
+            for index in islice(todo, 1):
+                collator.add(dataset[index])
+            add = collator.add  # another one, once the first sample was seen
+            for index in todo:
+                add(dataset[index])
         except Exception as error:
             raise At(index) from error
 

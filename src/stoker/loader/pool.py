@@ -7,6 +7,7 @@ batches.
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import os
 import select
@@ -16,9 +17,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import Any, NamedTuple
 
 from stoker.loader import wire, zygote
 from stoker.loader.arena import Arena, Bytes
@@ -27,15 +27,16 @@ from stoker.loader.process_worker import STACK_SIGNAL
 from stoker.loader.threads_cap import find_pools
 from stoker.loader.wire import Kind
 
+log = logging.getLogger("stoker.loader")
+
 _GRACE_SECONDS = 5.0
 _KILL_SECONDS = 2.0
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """Something a worker said, or its end (EXITED). A batch may come in memory of its own."""
 
-    kind: Kind
+    kind: int
     worker: int
     message: tuple[Any, ...] = ()
     fds: Sequence[int] = ()
@@ -168,7 +169,14 @@ class _Line:
         self.outbox: deque[tuple[bytes, int | None]] = deque()
 
     def send(self, *message: Any) -> None:
-        self.outbox.append(wire.pack(*message))
+        packed = wire.pack(*message)
+        if packed[1] is None and not self.outbox:
+            try:
+                self.ours.send(packed[0])
+                return
+            except OSError:
+                pass  # full or gone: see there
+        self.outbox.append(packed)
         self.flush()
 
     def flush(self) -> None:
@@ -189,7 +197,7 @@ class _Line:
         self.flush()
         try:
             # Not setblocking(): that would make the worker's own end non-blocking too.
-            message, fds = wire.receive(self.theirs, socket.MSG_DONTWAIT)
+            message, fds = wire.receive(self.theirs, wire.DONT_WAIT)
         except (BlockingIOError, EOFError, ConnectionError):
             return None
         for fd in fds:
@@ -270,7 +278,11 @@ class Pool:
     def recall(self, worker: int) -> tuple[Any, ...] | None:
         """Take back the next message that the worker has not read yet."""
         line = self._lines.get(worker)
-        return line.recall() if line is not None else None
+        try:
+            return line.recall() if line is not None else None
+        except wire.Lost as lost:
+            self._replace(worker, lost)
+            return None
 
     def wait(self, timeout: float) -> None:
         """Wait up to ``timeout`` seconds for something to collect. Changes nothing."""
@@ -284,15 +296,19 @@ class Pool:
             if line.outbox:
                 line.flush()
         events: list[Event] = []
-        control = -1 if self._control is None else self._control.fileno()
+        by_fd = self._by_fd
         while ready := self._poll.poll(0):
+            host = False
             for fd, _ in ready:
-                if fd != control:
-                    event = self._hear(self._by_fd[fd])
-                    if event is not None:
-                        events.append(event)
+                worker = by_fd.get(fd)
+                if worker is None:
+                    host = True
+                    continue
+                event = self._hear(worker)
+                if event is not None:
+                    events.append(event)
             # After the lines: a worker's last words come before the news of its end.
-            if any(fd == control for fd, _ in ready):
+            if host:
                 self._hear_host(events)
                 break
         return events
@@ -339,13 +355,21 @@ class Pool:
             except (BrokenPipeError, ConnectionError):
                 return  # noticed where we listen
 
+    def _replace(self, worker: int, lost: wire.Lost) -> None:
+        """What the message was about only the worker knows: its end puts all of it right."""
+        log.warning("worker %d is replaced: %s; raise the limit (ulimit -n)", worker, lost)
+        self.handles[worker].kill()
+
     def _hear(self, worker: int) -> Event | None:
         line = self._lines[worker]
         try:
             message, fds = wire.receive(line.ours)
+        except wire.Lost as lost:
+            self._replace(worker, lost)
+            return None
         except (BlockingIOError, EOFError, ConnectionError):
             return None
-        return Event(Kind(message[0]), worker, message, fds)
+        return Event(message[0], worker, message, fds)
 
     def _hear_out(self, worker: int, events: list[Event]) -> None:
         """Everything a dead worker said before it died."""

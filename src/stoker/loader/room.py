@@ -114,6 +114,8 @@ DTYPES: tuple[torch.dtype, ...] = tuple(
     )
 )
 
+CODE_OF = {dtype: code for code, dtype in enumerate(DTYPES)}
+
 _NUMPY_NAMES = {"bool", "complex64", "complex128", "float16", "float32", "float64"} | {
     f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)
 }

@@ -113,7 +113,7 @@ class ThreadWorker(Worker):
 
     def send(self, *message: Any) -> None:
         """Straight into the trainer's list of events."""
-        self._crew.post(Event(Kind(message[0]), self.id, message))
+        self._crew.post(Event(message[0], self.id, message))
 
     def send_done(self, seq: int, report: Report) -> None:
         """With our own memory, if the batch lies there."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import pickle
 import socket
@@ -22,7 +23,9 @@ _SEND_BUFFER = 4 << 20
 _DATAGRAM = 65_536
 _IN_MEMORY = b"\0"
 _ANCILLARY = socket.CMSG_SPACE(4 * 8)
-_CLOEXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+# A plain number: combining flags of the enum's type takes 3 us.
+_CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+DONT_WAIT = int(getattr(socket, "MSG_DONTWAIT", 0))
 
 
 class Kind(IntEnum):
@@ -52,6 +55,10 @@ class Kind(IntEnum):
     SPAWN_FAILED = 35  # worker id, text
 
 
+class Lost(OSError):
+    """The body of a message did not arrive: this process may open no more descriptors."""
+
+
 def pair() -> tuple[socket.socket, socket.socket]:
     """Two connected ends."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -63,8 +70,10 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 def pack(*message: Any) -> tuple[bytes, int | None]:
     """Bytes to send, and a descriptor to send along (then close) if the body is large."""
-    # The kind as a plain number: naming the enum takes 3 us of a message that takes 2.
-    body = pickle.dumps((int(message[0]), *message[1:]), 5)
+    if type(message[0]) is not int:
+        # As a plain number: naming the enum takes 3 us of a message that takes 2.
+        message = (int(message[0]), *message[1:])
+    body = pickle.dumps(message, 5)
     if len(body) <= INLINE_BYTES:
         return body, None
     return b"", _to_memory(body)
@@ -92,12 +101,17 @@ def send(sock: socket.socket, *message: Any, fds: tuple[int, ...] = ()) -> None:
 
 def receive(sock: socket.socket, flags: int = 0) -> tuple[tuple[Any, ...], list[int]]:
     """One message and the descriptors that came with it. EOFError when the peer is gone."""
-    data, ancillary, _, _ = sock.recvmsg(_DATAGRAM, _ANCILLARY, _CLOEXEC | flags)
+    data, ancillary, came_with, _ = sock.recvmsg(_DATAGRAM, _ANCILLARY, _CLOEXEC | flags)
     if not ancillary:
         if not data:
             raise EOFError("peer closed the connection")
-        return pickle.loads(data), []
+        if data != _IN_MEMORY:
+            return pickle.loads(data), []
     fds = _descriptors(ancillary)
+    if data == _IN_MEMORY and (not fds or came_with & socket.MSG_CTRUNC):
+        for fd in fds:
+            os.close(fd)
+        raise Lost(errno.EMFILE, "a message was lost for lack of descriptors")
     try:
         if data == _IN_MEMORY:
             data = _from_memory(fds.pop())

@@ -21,10 +21,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.nn.parameter import Parameter
 
+from stoker.loader import plain
 from stoker.loader.codec import SMALL_BYTES, decode, encode
 from stoker.loader.room import DTYPES, Room, address_of, tensor_over
 
 PAGE = 4096
+
+
+@pytest.fixture(autouse=True, params=["quick way", "general way"])
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain batches take a quick way through the codec: what holds for one holds for both."""
+    if request.param == "general way":
+        monkeypatch.setattr(plain, "describe", lambda *_: None)
 
 
 class Lease(np.ndarray):  # type: ignore[type-arg]

@@ -177,6 +177,8 @@ structures = st.recursive(
 )
 
 
+# torch warns of it once in a process, so the second of two equal calls would not.
+@pytest.mark.filterwarnings("ignore:Creating a tensor from a list of numpy.ndarrays")
 @settings(deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))
 @given(structures, st.integers(1, 4), st.booleans(), st.sampled_from([0, 1 << 22]))
 def test_any_samples_give_what_torch_gives(
@@ -189,6 +191,8 @@ def test_any_samples_give_what_torch_gives(
     )
 
 
+# torch warns of it once in a process, so the second of two equal calls would not.
+@pytest.mark.filterwarnings("ignore:Creating a tensor from a list of numpy.ndarrays")
 @settings(deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))
 @given(structures, structures, st.integers(1, 3), st.integers(1, 2))
 def test_mixed_samples_give_the_same_streamed_or_gathered(

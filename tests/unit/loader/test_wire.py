@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,6 +99,25 @@ def test_a_message_that_can_not_be_read_leaves_no_descriptor(ends: Ends, size: i
     wire.send(ours, Kind.BROKEN, Refuses(b"x" * size), fds=(ours.fileno(),))
     with pytest.raises(LookupError):
         wire.receive(theirs)
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize("room_for", [0, 1])
+def test_a_body_that_finds_no_descriptor_is_an_error_that_says_so(
+    ends: Ends, room_for: int
+) -> None:
+    ours, theirs = ends
+    wire.send(ours, Kind.TASK, b"x" * 2 * INLINE_BYTES, fds=(ours.fileno(),))
+    before = descriptors()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.dup(0)]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 1 + room_for, limits[1]))
+        with pytest.raises(wire.Lost, match="descriptors"):
+            wire.receive(theirs)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        os.close(taken[0])
     assert descriptors() == before
 
 
