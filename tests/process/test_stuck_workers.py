@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from stoker import DataLoader
@@ -127,6 +128,22 @@ def test_a_stopped_worker_that_is_killed_at_last_is_replaced() -> None:
     batches += list(iterator)
     killer.join()
     assert numbers(batches) == counted(80, 4)
+
+
+def test_a_stopped_host_that_can_not_report_a_death_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(engine, "CHECK_SECONDS", 0.2)
+    settings: dict[str, Any] = {"batch_size": 4, "num_workers": 2}
+    expected = epoch(DataLoader(Augmented(80), **settings))
+    iterator = seeded(DataLoader(Augmented(80), **settings))
+    batches = [next(iterator) for _ in range(3)]
+    pids = worker_pids(iterator)
+    os.kill(psutil.Process(pids[0]).ppid(), signal.SIGSTOP)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    assert same(batches + list(iterator), expected)
+    assert "does not answer" in caplog.text
 
 
 def test_a_stopped_worker_does_not_keep_the_iterator_from_closing(

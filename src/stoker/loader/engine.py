@@ -45,6 +45,7 @@ from stoker.units import format_bytes
 log = logging.getLogger("stoker.loader")
 
 POLL_SECONDS = 0.5
+CHECK_SECONDS = 2.0
 REPORT_AFTER_SECONDS = 30.0
 """Without a ``timeout`` a worker that keeps the trainer waiting this long is reported."""
 CAUTIOUS_SECONDS = 2.0
@@ -68,6 +69,7 @@ class Crew(Protocol):
     def wait(self, timeout: float) -> None: ...
     def collect(self) -> list[Event]: ...
     def restart(self) -> None: ...
+    def check(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -188,6 +190,7 @@ class Engine:
         self._raise_fatal()
         waited_from = time.monotonic()
         report_at = waited_from + REPORT_AFTER_SECONDS
+        check_at = waited_from + CHECK_SECONDS
         self._collect()
         while True:
             delivery = self._dispatch.deliver()
@@ -208,6 +211,9 @@ class Engine:
             elif now >= report_at:
                 self._report_stuck(now - waited_from)
                 report_at = now + REPORT_AFTER_SECONDS
+            if now >= check_at:
+                self._crew.check()
+                check_at = now + CHECK_SECONDS
             if self._dispatch.cautious:
                 timeout = min(timeout, 0.05)
                 if now - self._opened_at > CAUTIOUS_SECONDS:

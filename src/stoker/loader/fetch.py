@@ -98,7 +98,7 @@ class Fetcher:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._collator = Collator(job.collate_fn, job.batched)
-        self.announce: Callable[[Room, int], None] | None = None
+        self.announce: Callable[[Room], None] | None = None
         self.skips: list[tuple[Any, str]] = []
         self.slowest: tuple[Any, float] | None = None
         self.fetch_seconds = 0.0
@@ -185,7 +185,7 @@ class Fetcher:
             self._collator.add(sample)
             count += 1
             if self.announce is not None:
-                self.announce(room, len(indices))
+                self.announce(room)
                 self.announce = None
         self.fetch_seconds = total
         self.slowest = (worst_index, worst)

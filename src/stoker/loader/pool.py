@@ -227,6 +227,7 @@ class Pool:
         self._control: socket.socket | None = None
         self._process: Any = None
         self._lazy = False
+        self._unreported: set[int] = set()
         self.handles: dict[int, WorkerHandle] = {}
         _pools.add(self)
 
@@ -312,6 +313,22 @@ class Pool:
                 self._hear_host(events)
                 break
         return events
+
+    def check(self) -> None:
+        """Called now and then while a batch is waited for: does the zygote still do its work?
+
+        A worker whose end it does not report from one call to the next shows that it is stuck
+        (stopped, or in disk wait). It is killed, and then there is a HostDied to recover from.
+        """
+        ended = {
+            handle.pid
+            for handle in self.handles.values()
+            if handle.pid is not None and handle.exitcode is None and not handle.is_alive()
+        }
+        if ended & self._unreported and self._process is not None:
+            log.warning("the host process (pid %s) does not answer: ended", self._process.pid)
+            self._process.kill()
+        self._unreported = ended
 
     def close(self) -> None:
         """Let workers finish, then end whatever is left.

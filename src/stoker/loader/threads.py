@@ -210,6 +210,9 @@ class ThreadCrew:
     def restart(self) -> None:
         """There is no host that could die."""
 
+    def check(self) -> None:
+        """Nor one that could be stuck."""
+
     def close(self) -> None:
         """Ask the threads to end; one that is stuck in the dataset is left behind."""
         if self._owner != os.getpid():

@@ -207,9 +207,8 @@ class Worker(ABC):
             self._own_only = True
         return self.own_memory(nbytes)
 
-    def _announce(self, room: Room, expected: int) -> None:
+    def _announce(self, room: Room) -> None:
         """Say after the very first sample how large batches and this worker will be."""
-        del expected
         self.send(Kind.SIZED, room.used, self.measure_private())
 
     def _private_now_and_then(self) -> int:
