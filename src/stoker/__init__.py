@@ -12,14 +12,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stoker.errors import StokerError, WorkerDied
     from stoker.loader.dataloader import DataLoader
+    from stoker.loader.elastic import ElasticSampler
     from stoker.loader.stats import LoaderStats
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "DataLoader", "LoaderStats", "StokerError", "WorkerDied"]  # noqa: RUF022
+__all__ = [  # noqa: RUF022
+    "__version__",
+    "DataLoader",
+    "ElasticSampler",
+    "LoaderStats",
+    "StokerError",
+    "WorkerDied",
+]
 
 _HOME = {
     "DataLoader": "stoker.loader.dataloader",
+    "ElasticSampler": "stoker.loader.elastic",
     "LoaderStats": "stoker.loader.stats",
     "StokerError": "stoker.errors",
     "WorkerDied": "stoker.errors",
