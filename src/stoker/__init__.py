@@ -33,6 +33,8 @@ _HOME = {
     "StokerError": "stoker.errors",
     "WorkerDied": "stoker.errors",
 }
+_COMPANIONS = {"DataLoader": "stoker.integrations"}
+"""Loaded with a name: frameworks that rebuild loaders must find ours prepared for it."""
 
 
 def __getattr__(name: str) -> Any:
@@ -40,6 +42,8 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'stoker' has no attribute {name!r}")
     value = getattr(import_module(home), name)
+    if name in _COMPANIONS:
+        import_module(_COMPANIONS[name])
     globals()[name] = value  # the next access is an ordinary one
     return value
 

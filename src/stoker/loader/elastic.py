@@ -41,7 +41,7 @@ def share(length: int, front: int, world: int, drop_last: bool) -> int:
 
 
 def positions(front: int, world: int, rank: int, count: int) -> range:
-    """A rank's places in the epoch's order. Past its end it begins anew: that is torch's padding."""
+    """A rank's places in the epoch's order. Past its end, it begins anew: torch's padding."""
     return range(front + rank, front + rank + world * count, world)
 
 
