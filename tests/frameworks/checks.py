@@ -48,7 +48,7 @@ def run(module: str) -> dict[str, str]:
             capture_output=True,
             text=True,
             check=False,
-            timeout=110,
+            timeout=80,
         )
     last = done.stdout.strip().rpartition("\n")[2]
     if done.returncode or not last.startswith("{"):

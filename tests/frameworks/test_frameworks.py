@@ -22,7 +22,7 @@ LIBRARIES = {
 run = functools.cache(checks.run)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(85)
 @pytest.mark.parametrize(
     ("module", "name"), [(m, name) for m in LIBRARIES for name in checks.names(m)]
 )

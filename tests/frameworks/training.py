@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,3 +50,25 @@ def assert_ours(loader: Any, batches: int) -> None:
     assert (stats.worker_kind, stats.fallback, stats.name) == ("process", None, "rows"), stats
     assert stats.delivered == batches, stats
     assert stats.skipped == 0
+
+
+def run_readme(title: str, **names: Any) -> dict[str, Any]:
+    """Run the README's lines for a framework, with these names defined, and return all of them."""
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    section = text.partition("\n## Frameworks\n")[2].partition("\n## ")[0]
+    found = [
+        block
+        for block in re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+        if re.match(rf"# {title}(:|\n)", block)
+    ]
+    assert len(found) == 1, title
+    names |= {"stoker": stoker, "dataset": Rows()}
+    exec(compile(found[0], "README.md", "exec"), names)  # noqa: S102 - our own page
+    return names
+
+
+def assert_delivered(loader: Any, batches: int) -> None:
+    """Our worker processes have delivered so many."""
+    assert isinstance(loader, stoker.DataLoader), type(loader)
+    stats = loader.stats()
+    assert (stats.worker_kind, stats.delivered) == ("process", batches), stats

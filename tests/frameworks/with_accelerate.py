@@ -20,7 +20,16 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler
 
 import stoker
 from stoker.integrations.accelerate import adopt
-from tests.frameworks.training import EPOCHS, OURS, Rows, Torch, assert_ours, loader
+from tests.frameworks.training import (
+    EPOCHS,
+    OURS,
+    Rows,
+    Torch,
+    assert_delivered,
+    assert_ours,
+    loader,
+    run_readme,
+)
 
 
 class Stream(IterableDataset[Any]):
@@ -227,6 +236,15 @@ def check_two_ranks_in_every_way(directory: Path) -> None:
             assert delivered == [EPOCHS * 6, 0]
         else:
             assert delivered == [len(b) for b in batches], way
+
+
+def check_the_readmes_lines(directory: Path) -> None:
+    made = accelerator()
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    used = run_readme("Accelerate", accelerator=made, model=model, optimizer=optimizer)["loader"]
+    assert len(list(used)) == 6
+    assert_delivered(used, 6)
 
 
 # --- last, for they leave Accelerate as it was not --------------------------------------------

@@ -12,7 +12,16 @@ from ignite.engine import DeterministicEngine, Engine
 
 import stoker
 from stoker.integrations.ignite import auto_dataloader
-from tests.frameworks.training import EPOCHS, OURS, Rows, Torch, assert_ours, loader
+from tests.frameworks.training import (
+    EPOCHS,
+    OURS,
+    Rows,
+    Torch,
+    assert_delivered,
+    assert_ours,
+    loader,
+    run_readme,
+)
 
 
 def trained(cls: type[Torch[Any]], kind: type[Engine]) -> tuple[list[Any], Any]:
@@ -104,3 +113,10 @@ def check_auto_dataloader_in_two_ranks(directory: Path) -> None:
     assert {note["sampler"] for note in notes} == {"DistributedSampler"}
     epoch = {index for note in notes for batch in note["seen"][:6] for index in batch}
     assert epoch == set(range(22))
+
+
+def check_the_readmes_lines(directory: Path) -> None:
+    seen: list[Any] = []
+    names = run_readme("Ignite", Engine=Engine, step=lambda _, batch: seen.append(batch))
+    assert len(seen) == 2 * 6
+    assert_delivered(names["loader"], 12)

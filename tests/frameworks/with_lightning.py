@@ -13,7 +13,14 @@ from lightning.fabric.wrappers import _unwrap_objects
 from torch.utils.data import DistributedSampler
 
 import stoker
-from tests.frameworks.training import EPOCHS, Torch, assert_ours, loader
+from tests.frameworks.training import (
+    EPOCHS,
+    Torch,
+    assert_delivered,
+    assert_ours,
+    loader,
+    run_readme,
+)
 
 
 class Model(L.LightningModule):
@@ -137,3 +144,27 @@ def check_fabric_sees_torchs_batches(directory: Path) -> None:
     theirs, ours = seen.values()
     assert len(theirs) == EPOCHS * 6
     assert ours == theirs
+
+
+def check_the_readmes_lines(directory: Path) -> None:
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        default_root_dir=directory,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    run_readme("Lightning", trainer=trainer, model=(model := Readme()))
+    assert len(model.seen) == 6
+    fabric = L.Fabric(accelerator="cpu", devices=1)
+    used = run_readme("Lightning Fabric", fabric=fabric)["loader"]
+    assert len(list(used)) == 6
+    assert_delivered(_unwrap_objects(used), 6)
+
+
+class Readme(Model):
+    def on_train_end(self) -> None:
+        assert_delivered(self.trainer.train_dataloader, 6)

@@ -11,7 +11,17 @@ from mmengine.runner import Runner
 
 import stoker
 from stoker.integrations import like
-from tests.frameworks.training import BATCH, EPOCHS, OURS, Rows, Torch, assert_ours, loader
+from tests.frameworks.training import (
+    BATCH,
+    EPOCHS,
+    OURS,
+    Rows,
+    Torch,
+    assert_delivered,
+    assert_ours,
+    loader,
+    run_readme,
+)
 
 
 class Model(BaseModel):  # type: ignore[misc]
@@ -25,21 +35,23 @@ class Model(BaseModel):  # type: ignore[misc]
         return {"loss": torch.nn.functional.mse_loss(self.layer(x), labels)}
 
 
+def settings(directory: Path, name: str) -> dict[str, Any]:
+    return {
+        "work_dir": str(directory),
+        "experiment_name": name,
+        "train_cfg": {"by_epoch": True, "max_epochs": EPOCHS},
+        "optim_wrapper": {"optimizer": {"type": "SGD", "lr": 0.01}},
+        "default_hooks": {"checkpoint": None, "logger": None, "param_scheduler": None},
+        "randomness": {"seed": 3},
+        "log_level": "ERROR",
+        "visualizer": {"type": "Visualizer", "vis_backends": []},
+    }
+
+
 def trained(data: Any, directory: Path, name: str) -> list[Any]:
     torch.manual_seed(3)
     model = Model()
-    Runner(
-        model,
-        work_dir=str(directory),
-        experiment_name=name,
-        train_dataloader=data,
-        train_cfg={"by_epoch": True, "max_epochs": EPOCHS},
-        optim_wrapper={"optimizer": {"type": "SGD", "lr": 0.01}},
-        default_hooks={"checkpoint": None, "logger": None, "param_scheduler": None},
-        randomness={"seed": 3},
-        log_level="ERROR",
-        visualizer={"type": "Visualizer", "vis_backends": []},
-    ).train()
+    Runner(model, train_dataloader=data, **settings(directory, name)).train()
     return model.seen
 
 
@@ -69,3 +81,10 @@ def check_a_loader_built_of_a_configuration_can_be_ours(directory: Path) -> None
     assert ours == theirs
     assert ours[:6] != ours[6:]
     assert_ours(data, len(ours))
+
+
+def check_the_readmes_lines(directory: Path) -> None:
+    given = settings(directory, "readme")
+    names = run_readme("MMEngine", Runner=Runner, model=Model(), config=config(), settings=given)
+    names["runner"].train()
+    assert_delivered(names["loader"], EPOCHS * 6)

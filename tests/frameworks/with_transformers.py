@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers.trainer
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -12,7 +13,14 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 import stoker
 from stoker.errors import ConfigError
 from stoker.integrations.transformers import use_stoker
-from tests.frameworks.training import EPOCHS, OURS, Rows, assert_ours
+from tests.frameworks.training import (
+    EPOCHS,
+    OURS,
+    Rows,
+    assert_delivered,
+    assert_ours,
+    run_readme,
+)
 
 
 class Model(torch.nn.Module):
@@ -130,9 +138,12 @@ def check_settings_may_be_added_and_what_is_no_trainer_is_refused(directory: Pat
     batches = made.get_train_dataloader()
     assert (batches.num_workers, batches.memory) == (2, "32MB")
     assert made.get_test_dataloader(Rows(8)).memory == "32MB"
-    try:
+    with pytest.raises(ConfigError, match=r"transformers\.Trainer"):
         use_stoker(object())
-    except ConfigError as error:
-        assert "transformers.Trainer" in str(error)
-    else:
-        raise AssertionError("not refused")
+
+
+def check_the_readmes_lines(directory: Path) -> None:
+    plain = trainer(directory, eval_strategy="no")
+    names = run_readme("Hugging Face Trainer", Trainer=Trainer, model=plain.model, args=plain.args)
+    assert len(plain.model.seen) == EPOCHS * 6
+    assert_delivered(names["trainer"].callback_handler.train_dataloader, EPOCHS * 6)
