@@ -51,7 +51,11 @@ class Model(L.LightningModule):
 
 
 def trained(
-    cls: type[Torch[Any]] | None, directory: Path, model: Model | None = None, **options: Any
+    cls: type[Torch[Any]] | None,
+    directory: Path,
+    model: Model | None = None,
+    ckpt_path: Path | None = None,
+    **options: Any,
 ) -> Model:
     torch.manual_seed(3)
     model = Model() if model is None else model
@@ -66,7 +70,7 @@ def trained(
         num_sanity_val_steps=0,
         **{"devices": 1, **options},
     )
-    trainer.fit(model, None if cls is None else loader(cls, shuffle=True))
+    trainer.fit(model, None if cls is None else loader(cls, shuffle=True), ckpt_path=ckpt_path)
     return model
 
 
@@ -103,6 +107,35 @@ def check_lightning_rebuilds_the_loader_around_another_sampler(directory: Path) 
     assert seen == list(range(1, 22, 2))
     assert (again.num_workers, again.prefetch_factor, again.batch_size) == (2, 3, 4)
     assert_ours(again, 3)
+
+
+class Saving(Model):
+    def __init__(self, path: Path, after: int) -> None:
+        super().__init__()
+        self.path = path
+        self.after = after
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if len(self.seen) == self.after:
+            self.trainer.save_checkpoint(self.path)
+
+
+def check_our_state_is_in_lightnings_checkpoint_and_resumes(directory: Path) -> None:
+    if not hasattr(stoker.DataLoader, "state_dict"):
+        return  # Lightning then starts the epoch anew, as with torch's loader
+    for after in (4, 9):  # in the first and in the second epoch
+        path = directory / f"{after}.ckpt"
+        whole = trained(stoker.DataLoader, directory, Saving(path, after))
+        state = torch.load(path, weights_only=False)["loops"]["fit_loop"]["state_dict"]
+        assert len(state["combined_loader"]) == 1
+        again = trained(stoker.DataLoader, directory, Resumed(), ckpt_path=path)
+        assert again.seen == whole.seen[after:]
+        assert torch.equal(again.layer.weight, whole.layer.weight)
+
+
+class Resumed(Model):
+    def on_train_end(self) -> None:
+        assert_ours(self.trainer.train_dataloader, len(self.seen))
 
 
 class Elastic(Model):

@@ -97,7 +97,6 @@ class ElasticSampler(DistributedSampler[_T_co]):
         """The next pass deals out what lies behind ``history``."""
         self._history = history
         self._front = consumed_front(history)
-        self._drawn = False
         self._finished = False
         self._pass = object()
         # torch's attributes, which others read.
@@ -108,7 +107,6 @@ class ElasticSampler(DistributedSampler[_T_co]):
         # A generator: a loader may ask for an iterator and drop it; only the first draw counts.
         if self._finished:
             self._begin(())
-        self._drawn = True
         this_pass = self._pass
         yield from self._indices()
         if self._pass is this_pass:  # nobody has begun another one or loaded a state since
@@ -158,19 +156,12 @@ class ElasticSampler(DistributedSampler[_T_co]):
     def state_dict(self, delivered: int | None = None) -> dict[str, Any]:
         """The state after ``delivered`` samples of this rank have reached training in this pass.
 
-        Without ``delivered`` it is the state at the beginning of the next pass; in mid-epoch that
-        is refused, since only the caller knows how much of what was drawn has arrived.
+        Without ``delivered`` it says where a new iteration would begin, which is what a loader
+        asks before it draws. In mid-epoch that is where this pass has begun: resumed from there,
+        what was delivered since comes again. Say ``delivered``, or save the loader's state.
         """
         if delivered is not None:
             return self.state_after(delivered)
-        if self._drawn and not self._finished:
-            raise ConfigError(
-                name="delivered",
-                given=None,
-                accepted="the number of samples that reached training on this rank in this epoch: "
-                "a loader draws ahead, so the sampler can't know (or save the loader's "
-                "state_dict() instead)",
-            )
         return self._state(self.seed, self.epoch, () if self._finished else self._history)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:

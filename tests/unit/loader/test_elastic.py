@@ -191,16 +191,17 @@ def test_an_old_pass_that_ends_late_does_not_end_the_new_one() -> None:
     assert list(sampler) == list(range(30, 40, 2))
 
 
-def test_in_mid_epoch_it_must_be_said_what_was_delivered() -> None:
+def test_where_nothing_is_said_of_deliveries_the_state_is_that_of_a_new_iteration() -> None:
     sampler = ranks(40, 2)[0]
-    assert sampler.state_dict()["segments"] == []
+    sampler.load_state_dict({**sampler.state_dict(), "segments": [[4, 3]]})
+    assert sampler.state_dict()["segments"] == [[4, 3]]
     drawing = iter(sampler)
     next(drawing)
-    with pytest.raises(ConfigError, match="a loader draws ahead"):
-        sampler.state_dict()
-    assert sampler.state_dict(delivered=1)["segments"] == [[2, 1]]
+    assert sampler.state_dict()["segments"] == [[4, 3]]
+    assert sampler.state_dict(delivered=1)["segments"] == [[4, 3], [2, 1]]
     list(drawing)
     assert sampler.state_dict()["segments"] == []  # the next pass is a whole one
+    assert sampler.state_dict(delivered=14)["segments"] == [[4, 3], [2, 14]]
 
 
 def test_a_loader_may_hold_on_to_the_origin_of_its_pass() -> None:
