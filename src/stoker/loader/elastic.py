@@ -22,6 +22,16 @@ _T_co = TypeVar("_T_co", covariant=True)
 _VERSION = 1
 
 
+class _Pass:
+    """One iteration over the sampler; those that were dropped count for nothing."""
+
+    __slots__ = ("drawn", "over")
+
+    def __init__(self) -> None:
+        self.drawn = 0
+        self.over = False
+
+
 class Segment(NamedTuple):
     """A part of an epoch: how many ranks there were, and how many samples each consumed."""
 
@@ -65,19 +75,20 @@ class ElasticSampler(DistributedSampler[_T_co]):
     last ``left % world`` samples are left out of this epoch.
 
     The state counts samples *delivered to training*, on this rank. A loader draws ahead, so the
-    sampler can't know: say it.
+    sampler can't know what has arrived: save the loader's state, or say it.
 
-        state = sampler.state_dict(delivered=batches_done * batch_size)
+        state = sampler.state_dict(delivered=samples_trained_on)
 
     States of all ranks are equal, so one rank's is enough to save. ``len()`` is what is left for
     this rank in the epoch at hand. ``set_epoch`` to another epoch begins that from its start; to
     the same epoch, as scripts do after resuming, it keeps what was consumed. Where nobody calls it,
-    the pass after a finished one is a whole epoch again.
+    the pass after a finished one is a whole epoch again, and one that was left begins again.
 
-    **For loaders**: call ``state_after(n)`` at any time between a pass's first draw and the next
-    pass's, with the number of samples that this rank's caller has got in this pass; where the user
-    may have called ``set_epoch`` meanwhile, take ``origin = state_after(0)`` after the first draw
-    and later ``state_after(n, origin)``. Loading that state leaves nothing to fast-forward.
+    **For loaders**: ``state_dict()`` without an argument, right after a draw, is the state once
+    all that was drawn so far has been delivered: keep it with the batch, and use it when that has
+    arrived. Or count: ``state_after(n)`` for the ``n`` samples of this pass that have arrived, at
+    any time until the next pass begins; ``state_after(n, origin)`` also later, where ``origin`` is
+    ``state_after(0)`` from within the pass. Loading either leaves nothing to fast-forward.
     """
 
     def __init__(
@@ -97,20 +108,24 @@ class ElasticSampler(DistributedSampler[_T_co]):
         """The next pass deals out what lies behind ``history``."""
         self._history = history
         self._front = consumed_front(history)
-        self._finished = False
-        self._pass = object()
+        self._pass = _Pass()
         # torch's attributes, which others read.
         self.num_samples = share(self._length, self._front, self.num_replicas, self.drop_last)
         self.total_size = self.num_samples * self.num_replicas
 
     def __iter__(self) -> Iterator[_T_co]:
         # A generator: a loader may ask for an iterator and drop it; only the first draw counts.
-        if self._finished:
+        if self._pass.over:
             self._begin(())
-        this_pass = self._pass
-        yield from self._indices()
-        if self._pass is this_pass:  # nobody has begun another one or loaded a state since
-            self._finished = True
+        this = self._pass = _Pass()
+        try:
+            for index in self._indices():
+                this.drawn += 1
+                yield index
+            this.over = True
+        finally:
+            if not this.over:
+                this.drawn = 0  # left in the middle: the next one begins where this one began
 
     def _indices(self) -> list[Any]:
         mine = positions(self._front, self.num_replicas, self.rank, self.num_samples)
@@ -156,13 +171,11 @@ class ElasticSampler(DistributedSampler[_T_co]):
     def state_dict(self, delivered: int | None = None) -> dict[str, Any]:
         """The state after ``delivered`` samples of this rank have reached training in this pass.
 
-        Without ``delivered`` it says where a new iteration would begin, which is what a loader
-        asks before it draws. In mid-epoch that is where this pass has begun: resumed from there,
-        what was delivered since comes again. Say ``delivered``, or save the loader's state.
+        Without ``delivered``, after all that was drawn in this pass. Beside a loader that draws
+        ahead that is too much, and what was under way would be lost: say ``delivered``, or save the
+        loader's state.
         """
-        if delivered is not None:
-            return self.state_after(delivered)
-        return self._state(self.seed, self.epoch, () if self._finished else self._history)
+        return self.state_after(self._pass.drawn if delivered is None else delivered)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on where ``state`` was taken, with however many ranks there are now.

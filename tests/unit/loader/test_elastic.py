@@ -191,17 +191,34 @@ def test_an_old_pass_that_ends_late_does_not_end_the_new_one() -> None:
     assert list(sampler) == list(range(30, 40, 2))
 
 
-def test_where_nothing_is_said_of_deliveries_the_state_is_that_of_a_new_iteration() -> None:
+def test_where_nothing_is_said_of_deliveries_what_was_drawn_counts() -> None:
     sampler = ranks(40, 2)[0]
     sampler.load_state_dict({**sampler.state_dict(), "segments": [[4, 3]]})
     assert sampler.state_dict()["segments"] == [[4, 3]]
     drawing = iter(sampler)
     next(drawing)
-    assert sampler.state_dict()["segments"] == [[4, 3]]
-    assert sampler.state_dict(delivered=1)["segments"] == [[4, 3], [2, 1]]
-    list(drawing)
-    assert sampler.state_dict()["segments"] == []  # the next pass is a whole one
-    assert sampler.state_dict(delivered=14)["segments"] == [[4, 3], [2, 14]]
+    assert sampler.state_dict()["segments"] == [[4, 3], [2, 1]]
+    assert sampler.state_dict(delivered=0)["segments"] == [[4, 3]]
+    assert len(list(drawing)) == 13
+    # At the end until another pass begins: only then is it known that there is one.
+    assert sampler.state_dict()["segments"] == [[4, 3], [2, 14]]
+    iter(sampler)
+    assert sampler.state_dict()["segments"] == [[4, 3], [2, 14]]
+    drawing = iter(sampler)
+    next(drawing)
+    assert sampler.state_dict()["segments"] == [[2, 1]]
+
+
+def test_a_pass_that_was_left_counts_for_nothing() -> None:
+    sampler = ranks(40, 2)[0]
+    drawing = iter(sampler)
+    next(drawing)
+    other = iter(sampler)
+    next(other), next(other)
+    del drawing
+    assert sampler.state_dict()["segments"] == [[2, 2]]
+    del other
+    assert sampler.state_dict()["segments"] == []
 
 
 def test_a_loader_may_hold_on_to_the_origin_of_its_pass() -> None:
