@@ -16,7 +16,7 @@ import functools
 import sys
 from typing import Any
 
-from stoker.integrations.like import TORCH, like, log, own_keywords
+from stoker.integrations.like import TORCH, like, log, obstacle, own_keywords
 from stoker.loader.dataloader import DataLoader
 from stoker.loader.platform import say_once
 
@@ -110,13 +110,23 @@ def _adapting(initialise: Any) -> Any:
 
 
 def adopt(prepared: Any, **keywords: Any) -> Any:
-    """Give a loader that was prepared, or is yet to be, our engine; ``keywords`` as in ``like``."""
-    inner = getattr(prepared, "base_dataloader", None)
-    if inner is None:
-        return like(prepared, **keywords)
-    if not isinstance(inner, DataLoader):
-        install()  # what skips the first batches builds anew, too
-        prepared.base_dataloader = like(inner, **keywords)
-        if hasattr(DataLoader, "state_dict"):
-            prepared.dl_state_dict = prepared.base_dataloader.state_dict()
+    """Give a loader that was prepared, or is yet to be, our engine; ``keywords`` as in ``like``.
+
+    One that iterates in a way of its own (torchdata's, a TPU's) is returned as it is, and one line
+    in the log says so.
+    """
+    inner = getattr(prepared, "base_dataloader", prepared)
+    if isinstance(inner, DataLoader):
+        return prepared
+    instead = obstacle(inner)
+    if instead is not None:
+        say_once(f"{type(inner).__name__} stays as it is, Stoker can only replace {instead}")
+        return prepared
+    ours = like(inner, **keywords)
+    if inner is prepared:
+        return ours
+    install()  # what skips the first batches builds anew, too
+    prepared.base_dataloader = ours
+    if hasattr(ours, "state_dict"):
+        prepared.dl_state_dict = ours.state_dict()
     return prepared

@@ -47,7 +47,9 @@ def like(loader: torch.utils.data.DataLoader[Any], **keywords: Any) -> DataLoade
         loader: any ``torch.utils.data.DataLoader``.
         keywords: settings to change or to add, by their names in ``stoker.DataLoader``.
     """
-    _refuse_what_iterates_otherwise(loader)
+    instead = obstacle(loader)
+    if instead is not None:
+        raise ConfigError(name="loader", given=loader, accepted=instead)
     arguments = {name: getattr(loader, name) for name in _HOW if hasattr(loader, name)}
     if isinstance(loader, DataLoader):
         arguments |= own_keywords(loader)
@@ -75,15 +77,16 @@ def _samples(loader: torch.utils.data.DataLoader[Any]) -> dict[str, Any]:
     return {"batch_sampler": batches}
 
 
-def _refuse_what_iterates_otherwise(loader: object) -> None:
+def obstacle(loader: object) -> str | None:
+    """What would be accepted instead, if there can be no loader like this one."""
     if not isinstance(loader, TORCH):
-        raise ConfigError(name="loader", given=loader, accepted="a torch.utils.data.DataLoader")
-    for name in ("__iter__", "_get_iterator"):
-        if getattr(type(loader), name) not in (getattr(TORCH, name), getattr(DataLoader, name)):
-            raise ConfigError(
-                name="loader",
-                given=loader,
-                accepted=f"one that iterates as torch's does ({type(loader).__name__} has its own "
-                f"{name}). To keep that, derive from both: class Mine({type(loader).__name__}, "
-                "stoker.DataLoader)",
+        return "a torch.utils.data.DataLoader"
+    name = type(loader).__name__
+    for method in ("__iter__", "_get_iterator"):
+        theirs = getattr(type(loader), method)
+        if theirs not in (getattr(TORCH, method), getattr(DataLoader, method)):
+            return (
+                f"one that iterates as torch's does ({name} has its own {method}). To keep that, "
+                f"derive from both: class Mine({name}, stoker.DataLoader)"
             )
+    return None

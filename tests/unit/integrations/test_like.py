@@ -167,8 +167,19 @@ def test_a_loader_class_of_others_takes_our_engine_as_a_second_base() -> None:
     assert (loader.stats().delivered, loader.stats().worker_kind) == (6, "process")
 
 
-def test_adopting_an_unprepared_loader_is_like() -> None:
-    assert adopt(Torch(Numbers()), memory="16MB").memory == "16MB"
+def test_adopting_gives_our_engine_or_leaves_things_as_they_are(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ours = adopt(Torch(Numbers()), memory="16MB")
+    assert ours.memory == "16MB"
+    assert adopt(ours) is ours
+    with pytest.raises(ConfigError, match="memory"):
+        adopt(Torch(Numbers()), memory="a lot")
+    assert not caplog.records
+    for other in (Forever(Numbers()), object()):
+        assert adopt(other) is other
+    assert "Forever stays as it is" in caplog.text
+    assert len(caplog.records) == 2
 
 
 def test_with_our_class_in_torchs_place_it_still_knows_what_is_ours() -> None:
