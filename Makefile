@@ -47,7 +47,7 @@ $(VENV)/.installed: $(INPUTS) | $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed-test: $(INPUTS) $(VENV)/.installed
-	$(PIP) --no-build-isolation --editable '.[test]'
+	$(PIP) --no-compile --no-build-isolation --editable '.[test,frameworks]'
 	@touch $@
 
 $(VENV)/.installed-bench: $(INPUTS) $(VENV)/.installed

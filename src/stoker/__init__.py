@@ -12,18 +12,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from stoker.errors import StokerError, WorkerDied
     from stoker.loader.dataloader import DataLoader
+    from stoker.loader.elastic import ElasticSampler
     from stoker.loader.stats import LoaderStats
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "DataLoader", "LoaderStats", "StokerError", "WorkerDied"]  # noqa: RUF022
+__all__ = [  # noqa: RUF022
+    "__version__",
+    "DataLoader",
+    "ElasticSampler",
+    "LoaderStats",
+    "StokerError",
+    "WorkerDied",
+]
 
 _HOME = {
     "DataLoader": "stoker.loader.dataloader",
+    "ElasticSampler": "stoker.loader.elastic",
     "LoaderStats": "stoker.loader.stats",
     "StokerError": "stoker.errors",
     "WorkerDied": "stoker.errors",
 }
+_COMPANIONS = {"DataLoader": "stoker.integrations"}
+"""Loaded with a name: frameworks that rebuild loaders must find ours prepared for it."""
 
 
 def __getattr__(name: str) -> Any:
@@ -31,6 +42,8 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'stoker' has no attribute {name!r}")
     value = getattr(import_module(home), name)
+    if name in _COMPANIONS:
+        import_module(_COMPANIONS[name])
     globals()[name] = value  # the next access is an ordinary one
     return value
 
