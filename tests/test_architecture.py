@@ -46,7 +46,15 @@ NEVER = {"doctor": {"loader"}, "views": {"loader"}, "governor": {"loader"}}
 TORCH_ANYWHERE = {"observe", "loader", "tune", "remedies", "integrations"}
 TORCH_IN_FUNCTIONS = {"workload"}
 
-PUBLIC = ["DataLoader", "ElasticSampler", "LoaderStats", "StokerError", "WorkerDied", "__version__"]
+PUBLIC = [
+    "DataLoader",
+    "ElasticSampler",
+    "Knobs",
+    "LoaderStats",
+    "StokerError",
+    "WorkerDied",
+    "__version__",
+]
 
 
 class Import(NamedTuple):

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from stoker.loader.dataloader import DataLoader
     from stoker.loader.elastic import ElasticSampler
     from stoker.loader.stats import LoaderStats
+    from stoker.plan.knobs import Knobs
 
 __version__ = "0.1.0"
 
@@ -21,6 +22,7 @@ __all__ = [  # noqa: RUF022
     "__version__",
     "DataLoader",
     "ElasticSampler",
+    "Knobs",
     "LoaderStats",
     "StokerError",
     "WorkerDied",
@@ -29,6 +31,7 @@ __all__ = [  # noqa: RUF022
 _HOME = {
     "DataLoader": "stoker.loader.dataloader",
     "ElasticSampler": "stoker.loader.elastic",
+    "Knobs": "stoker.plan.knobs",
     "LoaderStats": "stoker.loader.stats",
     "StokerError": "stoker.errors",
     "WorkerDied": "stoker.errors",

@@ -59,7 +59,8 @@ def worker_pids(iterator: Any) -> list[int]:
     while True:
         iterator._engine.has_next()
         pids = [handle.pid for handle in iterator._workers if handle.is_alive()]
-        ready = all(worker.ready for worker in iterator._engine.dispatch.workers)
+        workers = iterator._engine.dispatch.workers
+        ready = all(worker.ready for worker in workers if not worker.retired)
         if ready and len(pids) == len(iterator._workers):
             return pids
         assert time.monotonic() < deadline, "workers do not start"

@@ -123,6 +123,47 @@ print("finished")
 """
 
 
+RESIZED = """
+from stoker import Knobs
+
+def shared():
+    return int(dict(line.split() for line in open({group!r} + "/memory.stat"))["shmem"])
+
+loader = DataLoader(
+    Numbers(4000, width=250_000), batch_size=4, num_workers=2, memory="100MB", worker_kind={kind!r}
+)
+iterator = iter(loader)
+held = [next(iterator) for _ in range(18)]
+assert shared() > 60_000_000, shared()
+small = loader.apply(Knobs(in_flight_bytes="20MB")).in_flight_bytes
+assert 19_000_000 < small <= 20_000_000, small
+assert loader.stats().arena_bytes == small
+assert numbers(held) == counted(4000, 4)[:18], "what is held stays as it is"
+del held
+loader.apply(Knobs(in_flight_bytes="20MB"))
+seen = []
+for step in range(18, 60):
+    seen += numbers([next(iterator)])
+    if step > 40:  # what was on its way when the bound was lowered is through
+        assert shared() <= small + (1 << 20), (step, shared())
+        assert loader.stats().in_flight_bytes <= small
+large = loader.apply(Knobs(in_flight_bytes="60MB", workers=3)).in_flight_bytes
+assert small < large <= 60_000_000
+held = [next(iterator) for _ in range(9)]
+assert numbers(held) + seen == counted(4000, 4)[60:69] + counted(4000, 4)[18:60]
+assert shared() > 30_000_000, shared()
+assert loader.stats().copied_batches == 0 or {kind!r} == "process", loader.stats()
+print("finished")
+"""
+
+
+@pytest.mark.parametrize("kind", ["process", "thread"])
+def test_pages_above_a_bound_that_is_lowered_go_back_to_the_system(group: Path, kind: str) -> None:
+    ended = run(RESIZED.format(group=str(group), kind=kind), prefix=inside(group))
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "finished\n"
+
+
 def test_memory_bounds_what_the_kernel_counts_as_shared(group: Path) -> None:
     ended = run(MEASURED.format(group=str(group)), prefix=inside(group))
     assert ended.returncode == 0, ended.stderr

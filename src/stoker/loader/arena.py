@@ -2,16 +2,19 @@
 
 The region is a memfd: it has no name (nothing to leak, nothing for others to open), does not
 count against /dev/shm, and takes one descriptor however many tensors travel through it. Pages
-are touched only when used and recycled batch after batch. This module maps memory and notices
+are touched only when used and recycled batch after batch. More is mapped than may be used at first,
+since addresses cost nothing and the bound may be raised later. This module maps memory and notices
 when the caller lets go; it does not decide who gets which bytes (see ``dispatch``).
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import select
+import sys
 import tempfile
 import threading
 import weakref
@@ -21,22 +24,33 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stoker.loader.extents import Extent, page_ceil
+from stoker.loader.extents import Extent, page_ceil, page_floor
 
 Bytes = npt.NDArray[np.uint8]
 
 _BYTE = np.dtype(np.uint8)
 _MADV_REMOVE: int | None = getattr(mmap, "MADV_REMOVE", None)
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = (
-    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int),
-    *(ctypes.c_int, ctypes.c_int, ctypes.c_long),
-)
-_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def _find_libc() -> Any:
+    """The C library; None on Windows, where this module can be imported but maps nothing."""
+    if sys.platform == "win32":
+        return None
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (
+        *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int),
+        *(ctypes.c_int, ctypes.c_int, ctypes.c_long),
+    )
+    libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+    libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return libc
+
+
+_libc = _find_libc()
+_munmap = None if _libc is None else _libc.munmap
 
 
 def memory_file(name: str, nbytes: int) -> int:
@@ -66,6 +80,8 @@ class Region:
     def __init__(self, fd: int, nbytes: int) -> None:
         self._address: int | None = None
         self._nbytes = nbytes
+        if _libc is None:
+            raise OSError(errno.ENOSYS, "this platform has no mmap(2): use num_workers=0")
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         address = _libc.mmap(None, nbytes, protection, mmap.MAP_SHARED, fd, 0)
         if address == _MAP_FAILED:
@@ -85,7 +101,7 @@ class Region:
             _libc.madvise(self._address + start, nbytes, _MADV_REMOVE)
 
     # Bound here, as module globals are gone by the time the interpreter ends.
-    def __del__(self, munmap: Any = _libc.munmap) -> None:
+    def __del__(self, munmap: Any = _munmap) -> None:
         if self._address is not None:
             munmap(self._address, self._nbytes)
             self._address = None
@@ -122,17 +138,18 @@ class _Watch(weakref.ref[Lease]):
 
 
 _watches: dict[int, _Watch] = {}
-"""Keeps every watch (by its id) until its lease is over, be the arena gone or not."""
+"""Keeps every watch (by its id) until somebody has seen that its lease is over."""
 
 
-def _lease_over(watch: _Watch) -> None:
-    """Runs on any thread, at any moment: appends and never locks."""
-    _watches.pop(id(watch), None)
+def _over_after_close(watch: _Watch) -> None:
+    """Of an arena that is closed: nobody asks any more, so the pages are given back right here.
+
+    Runs on any thread, at any moment. A Ctrl-C that lands here is swallowed by Python; then the
+    pages go with the next lease that ends, or with the region.
+    """
     ledger = watch.ledger
-    if ledger.owner != os.getpid():
-        return  # a forked child's copy says nothing about the owner's
     ledger.ended.append(watch)
-    if ledger.closed:
+    if ledger.owner == os.getpid():  # a forked child's copy says nothing about the owner's
         ledger.settle()
 
 
@@ -183,10 +200,12 @@ class _Ledger:
     """What is leased of one region. Outlives the arena while the caller holds batches.
 
     ``ended`` is filled by whoever drops the last reference to a batch, on any thread; all else
-    belongs to the consumer's thread until the arena is closed.
+    belongs to the consumer's thread until the arena is closed. It is filled by ``deque.append``
+    itself: in a callback written in Python a Ctrl-C could land, which Python swallows there, and
+    the extent would be taken for good.
     """
 
-    __slots__ = ("__weakref__", "active", "closed", "ended", "fences", "owner", "region")
+    __slots__ = ("__weakref__", "active", "closed", "end", "ended", "fences", "owner", "region")
 
     def __init__(self, region: Region) -> None:
         self.region = region
@@ -194,6 +213,7 @@ class _Ledger:
         self.closed = False
         self.active: dict[int, int] = {}  # start -> size
         self.ended: deque[_Watch] = deque()
+        self.end = self.ended.append
         self.fences: list[tuple[_Fence, frozenset[int]]] = []
         _ledgers[id(self)] = self
 
@@ -213,6 +233,7 @@ class _Ledger:
                 watch = self.ended.popleft()
             except IndexError:
                 return  # another thread settles too
+            _watches.pop(id(watch), None)
             if watch.start < 0:
                 continue
             if self.fenced(watch.start):
@@ -265,19 +286,39 @@ if hasattr(os, "register_at_fork"):
 
 
 class Arena:
-    """The owner's side of the region."""
+    """The owner's side of the region. ``nbytes`` is the bound, ``region_bytes`` what is mapped."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, most_bytes: int = 0) -> None:
+        """Up to ``most_bytes`` the bound may be raised later, where so much can be mapped."""
         self.nbytes = page_ceil(max(nbytes, 1))
-        self.fd = memory_file("stoker-arena", self.nbytes)
-        try:
-            region, self._bytes = map_memory(self.fd, self.nbytes)
-        except BaseException:
-            os.close(self.fd)
-            raise
+        self.region_bytes = self.nbytes
+        region = None
+        if most_bytes > nbytes and not _addresses_are_limited():
+            try:
+                region = self._map(page_ceil(most_bytes))
+            except OSError:
+                pass  # then the bound can't be raised
+        if region is None:
+            region = self._map(self.nbytes)
         self._whole = self._bytes.view(_Whole)
         self._ledger = _Ledger(region)
         self.overdraft_bytes = 0
+
+    def _map(self, nbytes: int) -> Region:
+        fd = memory_file("stoker-arena", nbytes)
+        try:
+            region, self._bytes = map_memory(fd, nbytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        self.fd = fd
+        self.region_bytes = nbytes
+        return region
+
+    def resize(self, nbytes: int) -> int:
+        """Change the bound, to what is mapped at most; says what it is now."""
+        self.nbytes = min(page_floor(max(nbytes, 0)), self.region_bytes)
+        return self.nbytes
 
     def view(self, extent: Extent, nbytes: int) -> Bytes:
         """Bytes of an extent, without a lease."""
@@ -315,7 +356,7 @@ class Arena:
         return lease
 
     def _watch(self, lease: Lease, start: int, size: int) -> None:
-        watch = _Watch(lease, _lease_over)
+        watch = _Watch(lease, self._ledger.end)
         watch.ledger = self._ledger
         watch.start = start
         watch.size = size
@@ -325,12 +366,13 @@ class Arena:
         """Starts of the extents whose leases are over since the last call."""
         ledger = self._ledger
         starts: list[int] = []
-        if not ledger.ended:
-            return starts
+        if not ledger.ended or ledger.owner != os.getpid():
+            return starts  # a forked child's copy says nothing about the owner's
         if ledger.fences:
             ledger.drop_fences()
         for _ in range(len(ledger.ended)):
             watch = ledger.ended.popleft()
+            _watches.pop(id(watch), None)
             start = watch.start
             if start < 0:
                 self.overdraft_bytes -= watch.size
@@ -356,10 +398,33 @@ class Arena:
             return
         ledger.closed = True
         os.close(self.fd)
+        _watch_on(ledger)
         at = 0
         for start, size in sorted(ledger.active.items()):
             ledger.region.remove(at, start - at)
             at = start + size
-        ledger.region.remove(at, self.nbytes - at)
+        ledger.region.remove(at, self.region_bytes - at)
         ledger.settle()
         del self._bytes, self._whole
+
+
+def _watch_on(ledger: _Ledger) -> None:
+    """Leases that outlive their arena give back their pages themselves."""
+    for watch in [watch for watch in list(_watches.values()) if watch.ledger is ledger]:
+        lease = watch()
+        if lease is not None:  # else it is noted as ended
+            later = _Watch(lease, _over_after_close)
+            later.ledger = ledger
+            later.start = watch.start
+            later.size = watch.size
+            _watches[id(later)] = later
+            _watches.pop(id(watch), None)
+
+
+def _addresses_are_limited() -> bool:
+    """RLIMIT_AS: what we map for later is then missing elsewhere, in every worker too."""
+    try:
+        import resource
+    except ImportError:  # not Unix
+        return False
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY

@@ -27,7 +27,8 @@ from stoker.loader.platform import FALLBACKS, missing, say_once
 from stoker.loader.pool import Pool
 from stoker.loader.stats import Counters, LoaderStats, Quantiles
 from stoker.loader.threads import ThreadCrew
-from stoker.machine.limits import default_workers, local_world_size, usable_cpus
+from stoker.machine.limits import default_workers, local_world_size, memory_room, usable_cpus
+from stoker.plan.knobs import Knobs
 from stoker.units import parse_bytes
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -47,7 +48,7 @@ class Builder:
 
     def build(self, terms: Terms, job: Job) -> Engine:
         """Arena, workers and state machine, not yet started."""
-        arena = Arena(terms.budget_bytes)
+        arena = Arena(terms.budget_bytes, terms.most_bytes)
         crew: Crew = ThreadCrew(job, arena) if self.threads else Pool(self.context, job, arena)
         return Engine(terms, arena, crew, self.counters)
 
@@ -147,8 +148,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         self.check_worker_number_rationality()
         if self._actual_kind() == "torch":
             return _MultiProcessingDataLoaderIter(self)
+        settings = (self.num_workers, self._memory_bytes)
         iterator = EngineIter(self)
         self._newest = weakref.ref(iterator)
+        if settings != (self.num_workers, self._memory_bytes):  # another thread applied some
+            iterator._apply(Knobs(self.num_workers, self._memory_bytes))
         return iterator
 
     def __getstate__(self) -> dict[str, Any]:
@@ -159,6 +163,50 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         """What this loader does right now, and has done so far."""
         iterator = self._newest() if self._newest is not None else None
         return _snapshot(self, iterator._engine if iterator is not None else None)
+
+    @property
+    def knobs(self) -> Knobs:
+        """What this loader works with now, or would start with."""
+        iterator = self._running()
+        if iterator is not None:
+            return iterator._engine.knobs
+        budget, _ = plan_budget(self._memory_bytes, local_world_size())
+        return Knobs(self.num_workers or None, budget)
+
+    def apply(self, knobs: Knobs) -> Knobs:
+        """Use more or fewer workers and bytes from now on; says what was achieved.
+
+        May be called at any moment, from any thread, also in mid-epoch: order, samples and (with
+        process workers) augmentations stay the same. If several iterators run, the newest is
+        meant; without one it is what the next one starts with.
+
+        - A worker too many finishes the batch it has begun, then exits. In workers that are added
+          too, ``get_worker_info().num_workers`` is what the iterator started with.
+        - Where it matters which worker loads a batch (an iterable dataset, a ``worker_init_fn``,
+          a dataset that has read its worker's id), the number of workers stays for this epoch and
+          changes with the next. Before the first batch has shown whether it does, it is changed
+          as soon as that is known.
+        - Fewer bytes bind all that is granted from now on, and pages above the bound are given
+          back as they become free: at once, or when the caller lets go of what he holds.
+        - Bytes are raised up to the memory that this process may use, and workers only as far as
+          their private memory, as measured, leaves room beside those bytes.
+        - In a signal handler that interrupts ``next()`` it takes effect when that gets on.
+        """
+        if not isinstance(knobs, Knobs):
+            raise ConfigError(name="knobs", given=knobs, accepted="stoker.Knobs(...)")
+        if knobs.workers is not None:
+            self.num_workers = knobs.workers
+            if self.prefetch_factor is None:
+                self.prefetch_factor = 2  # torch's default, where there are workers
+        if knobs.in_flight_bytes is not None:
+            self.memory = self._memory_bytes = knobs.in_flight_bytes
+        iterator = self._running()
+        achieved = iterator._apply(knobs) if iterator is not None else None
+        return self.knobs if achieved is None else achieved
+
+    def _running(self) -> EngineIter | None:
+        iterator = self._newest() if self._newest is not None else None
+        return None if iterator is None or iterator._is_over() else iterator
 
     # ---- settings of one iterator
 
@@ -196,6 +244,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             timeout=self.timeout,
             cautious=available // workers < _TIGHT_BYTES,
             available_bytes=available,
+            most_bytes=memory_room().limit_bytes,
         )
 
     def _builder(self) -> Builder:

@@ -23,6 +23,11 @@ Who gets a batch. Batches go to workers in turn, as in torch. Unless identity ma
 worker that has less to do is preferred, and a batch that waits behind a slow one is recalled
 and given to an idle worker.
 
+Resizing. Workers and budget may change at any moment. A worker too many finishes what it has begun
+and retires; one that is wanted again before that simply stays, one that is wanted after it was told
+to exit is started anew once it is gone. A smaller budget binds every new grant at once; what was
+taken before stays until it is let go, and what becomes free beyond the bound is given back.
+
 Who may write. An extent stays reserved until the worker it was given to has finished the batch,
 never read it (recalled) or is dead: also when the batch was abandoned meanwhile.
 """
@@ -121,12 +126,19 @@ class Spawn:
 
 @dataclass(slots=True)
 class Retire:
-    """Let a worker go; it has nothing left to do."""
+    """Let a worker go; it has nothing left to do. Answer with ``left`` once it is gone."""
 
     worker: int
 
 
-Command = Assign | Grant | Recall | Spawn | Retire
+@dataclass(slots=True)
+class GiveBack:
+    """Return the pages of free extents to the system."""
+
+    extents: list[Extent]
+
+
+Command = Assign | Grant | Recall | Spawn | Retire | GiveBack
 
 
 class How(Enum):
@@ -157,6 +169,7 @@ class _Worker:
     id: int
     ready: bool = False
     retired: bool = False
+    gone: bool = False  # retired or not: there is no such process
     exhausted: bool = False
     missed: bool = False  # a recall found nothing unread, and no batch was finished since
     proof: int = _ALL_BATCHES
@@ -176,13 +189,16 @@ class Dispatch:
         in_order: bool = True,
         pinned: bool = False,
         cautious: bool = False,
+        region: int | None = None,
     ) -> None:
-        """``window`` is how many batches are outstanding at most (the caller submits no more).
+        """``region`` (default: the budget) is the most that the budget may ever become.
+
+        ``window`` is how many batches are outstanding at most (the caller submits no more).
 
         ``ahead`` (default: the same) bounds those loaded ahead where they are not small.
         ``cautious``: give out only the head until the size of a batch is known.
         """
-        self.extents = ExtentMap(max(page_floor(budget), 0))
+        self.extents = ExtentMap(max(page_floor(budget), 0), region)
         self.budget = self.extents.capacity
         self.in_order = in_order
         self.pinned = True
@@ -193,7 +209,8 @@ class Dispatch:
         self.largest = 0
         self.leased_bytes = 0
         self.peak_bytes = 0
-        self._active = self.workers
+        self._wanted = workers
+        self._active = self.workers.copy()  # those of the wanted that are there
         self._leaving: list[_Worker] = []  # beyond the active limit, with batches to finish
         self._reserve = 0
         self._varied = False
@@ -213,12 +230,12 @@ class Dispatch:
 
     @property
     def active_limit(self) -> int:
-        """How many workers are given batches."""
-        return len(self._active)
+        """How many workers there are to be: those with a lower id, but for one still leaving."""
+        return self._wanted
 
     @property
     def used_bytes(self) -> int:
-        """Reserved, filled and leased bytes; never more than the budget."""
+        """Reserved, filled and leased bytes; more than the budget only after it was lowered."""
         return self.budget - self.extents.free_bytes
 
     @property
@@ -343,6 +360,8 @@ class Dispatch:
             self._requeue(task)
         elif state.queue:
             return [Recall(worker), *self._pump()]
+        if worker >= self._wanted and len(state.queue) > 1:
+            return [Recall(worker), *self._pump_and_steal()]
         return self._pump_and_steal()
 
     def died(self, worker: int, *, strike: bool = True, respawn: bool = True) -> list[Command]:
@@ -350,16 +369,27 @@ class Dispatch:
         state = self.workers[worker]
         self._bury(state, strike)
         out: list[Command] = []
-        if respawn and worker < self.active_limit:
+        if respawn and worker < self._wanted:
             out.append(Spawn(worker))
+        else:
+            state.gone = True
         return out + self._pump_and_steal()
+
+    def left(self, worker: int) -> list[Command]:
+        """A retired worker is gone. It may be wanted again by now."""
+        state = self.workers[worker]
+        self._bury(state, strike=False)
+        state.gone = True
+        return self._staff([])
 
     def all_died(self) -> list[Command]:
         """Every worker is confirmed dead, through no fault of a batch: start them again."""
         for state in self.workers:
             self._bury(state, strike=False)
+            if state.retired or state.id >= self._wanted:
+                state.gone = True
         out: list[Command] = [Spawn(state.id) for state in self._active]
-        return out + self._pump()
+        return self._staff(out)
 
     def starved(self) -> list[Command]:
         """The caller waits. For a batch that was held back: be less thrifty from now on."""
@@ -401,9 +431,26 @@ class Dispatch:
 
         Also where batches are pinned: they move to the workers that are left, in turn.
         """
-        workers = max(1, min(self.active_limit, workers))
-        self._active = self.workers[:workers]
-        self._leaving = [state for state in self.workers[workers:] if not state.retired]
+        self._wanted = max(1, min(self._wanted, workers))
+        return self._staff([])
+
+    def set_active(self, workers: int, window: int, ahead: int) -> list[Command]:
+        """Work with this many workers from now on, and as many batches ahead.
+
+        Not where batches are pinned: who adds or takes workers there changes what they load.
+        """
+        self._wanted = max(1, workers)
+        while len(self.workers) < self._wanted:
+            self.workers.append(_Worker(len(self.workers), retired=True, gone=True))
+        self._depth = max(1, -(-window // self._wanted))
+        self._ahead = ahead
+        self._lead = min(ahead, max(self._lead, self._wanted + 1))
+        return self._staff([])
+
+    def set_budget(self, nbytes: int) -> list[Command]:
+        """Bound what is in flight by this many bytes from now on (the region at most)."""
+        self.extents.resize(max(page_floor(nbytes), 0))
+        self.budget = self.extents.capacity
         return self._pump()
 
     def pin(self) -> None:
@@ -563,6 +610,24 @@ class Dispatch:
 
     # ---- who gets what
 
+    def _staff(self, out: list[Command]) -> list[Command]:
+        """Start those that are wanted and gone; the others of the wanted go on, the rest leaves."""
+        for state in self.workers[: self._wanted]:
+            if state.retired and state.gone:
+                state.retired = state.gone = state.exhausted = False
+                state.proof = 0  # it may be told the epoch first
+                out.append(Spawn(state.id))
+        self._active = [state for state in self.workers[: self._wanted] if not state.retired]
+        self._leaving = [state for state in self.workers[self._wanted :] if not state.retired]
+        out += self._pump()
+        if not self.pinned:  # what it has not read, it need not finish
+            out += [
+                Recall(state.id)
+                for state in self._leaving
+                if len(state.queue) > 1 and state.proof == _ALL_BATCHES
+            ]
+        return out
+
     def _next_home(self) -> int:
         count = len(self._active)
         for _ in range(count):
@@ -602,6 +667,9 @@ class Dispatch:
 
     def _pump(self) -> list[Command]:
         out: list[Command] = []
+        if self.extents.beyond:
+            out.append(GiveBack(self.extents.beyond))
+            self.extents.beyond = []
         if self._parked:
             self._grant_parked(out)
         if self._waiting:

@@ -10,9 +10,10 @@ import errno
 import logging
 import os
 import signal
+import sys
 import time
-from collections import Counter
-from dataclasses import dataclass
+from collections import Counter, deque
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from torch._utils import ExceptionWrapper
@@ -26,6 +27,7 @@ from stoker.loader.dispatch import (
     Command,
     Delivery,
     Dispatch,
+    GiveBack,
     Grant,
     How,
     Recall,
@@ -36,10 +38,12 @@ from stoker.loader.dispatch import (
 )
 from stoker.loader.extents import Extent
 from stoker.loader.pool import Event, HostDied
+from stoker.loader.requests import Request
 from stoker.loader.stats import Counters
 from stoker.loader.wire import Kind
 from stoker.loader.worker import Report
 from stoker.machine.limits import memory_room, oom_kills
+from stoker.plan.knobs import Knobs
 from stoker.units import format_bytes
 
 log = logging.getLogger("stoker.loader")
@@ -66,6 +70,8 @@ class Crew(Protocol):
     def spawn(self, worker: int) -> None: ...
     def send(self, worker: int, *message: Any) -> None: ...
     def recall(self, worker: int) -> tuple[Any, ...] | None: ...
+    def forget(self, worker: int) -> None: ...
+    def wake(self) -> None: ...
     def wait(self, timeout: float) -> None: ...
     def collect(self) -> list[Event]: ...
     def restart(self) -> None: ...
@@ -87,6 +93,8 @@ class Terms:
     timeout: float
     cautious: bool
     available_bytes: int
+    most_bytes: int = 0
+    """What the budget may be raised to later."""
 
 
 class Nothing:
@@ -124,7 +132,17 @@ class Engine:
             in_order=terms.in_order,
             pinned=terms.pinned,
             cautious=terms.cautious,
+            region=arena.region_bytes,
         )
+        self.requests: deque[Request] = deque()
+        """What other threads ask for; they append and call ``wake``."""
+        self.wished: int | None = None
+        """A number of workers that can't be had now, but perhaps later."""
+        self.waiting = False
+        """A thread waits in ``take``."""
+        self.widened = False
+        """The window has grown: it can be filled, by who draws."""
+        self._added: set[int] = set()
         self._epoch: tuple[int, int | None] | None = None
         self.suspect = False
         """An exception (Ctrl-C) came in the middle of a change of state: start afresh.
@@ -220,7 +238,11 @@ class Engine:
                     self._act(self._dispatch.open_up())
             self._act(self._dispatch.starved())
             self.suspect = False  # nothing changes while we wait: Ctrl-C is welcome
-            self._crew.wait(timeout)
+            self.waiting = True
+            try:
+                self._crew.wait(timeout)
+            finally:
+                self.waiting = False
             self.suspect = True
             self._collect()
             self._raise_fatal()
@@ -231,6 +253,78 @@ class Engine:
             self._fatal.reraise()
         elif self._fatal is not None:
             raise self._fatal
+
+    # ---- resizing
+
+    @property
+    def terms(self) -> Terms:
+        """The present ones: what another engine would have to start with to go on."""
+        return self._terms
+
+    @property
+    def knobs(self) -> Knobs:
+        """The present ones; from any thread."""
+        return Knobs(self._dispatch.active_limit, self._dispatch.budget)
+
+    def wake(self) -> None:
+        """Have a thread that waits in ``take`` look at ``requests``; from any thread."""
+        self._crew.wake()
+
+    def _answer_requests(self) -> None:
+        while self.requests:
+            request = self.requests[0]
+            achieved = self._resize(request.knobs)
+            self.requests.popleft()
+            request.answer(achieved)
+
+    def _resize(self, knobs: Knobs) -> Knobs:
+        if self._fatal is not None or self._closed:
+            return self.knobs
+        if knobs.in_flight_bytes is not None:
+            budget = self._arena.resize(knobs.in_flight_bytes)
+            self._terms = replace(self._terms, budget_bytes=budget)
+            self._act(self._dispatch.set_budget(budget))
+            self._honour_private()
+        if knobs.workers is not None:
+            self.wished = knobs.workers
+            self._grant_wish()
+        return self.knobs
+
+    def _grant_wish(self) -> None:
+        """Change the number of workers, where no batch depends on who loads it."""
+        terms, dispatch = self._terms, self._dispatch
+        if self.wished is None or terms.pinned or dispatch.pinned:
+            if self.wished == dispatch.active_limit:
+                self.wished = None
+            return
+        workers = min(self.wished, self._fitting())
+        if workers < self.wished:
+            log.warning(
+                "%d workers were asked for, but their private memory leaves room for %d",
+                self.wished,
+                workers,
+            )
+        self.wished = None
+        window = terms.window // terms.workers * workers
+        ahead = terms.ahead // terms.workers * workers
+        self.widened = window > terms.window
+        self._terms = replace(terms, workers=workers, window=window, ahead=ahead)
+        self._added.update(range(dispatch.active_limit, workers))
+        self._act(dispatch.set_active(workers, window, ahead))
+
+    def _not_started(self, worker: int, cause: str) -> list[Command]:
+        """A worker that was added later is done without; any other is an error."""
+        dispatch = self._dispatch
+        if dispatch.workers[worker].retired:  # nobody misses it; or was it wanted again?
+            self._crew.forget(worker)
+            return dispatch.left(worker)
+        if worker < dispatch.active_limit:
+            if worker not in self._added:
+                self._fatal = _could_not_start(f"worker {worker}: {cause}")
+                return []
+            log.warning("worker %d could not be started (%s): going on without", worker, cause)
+        lowered = dispatch.limit_active(worker)
+        return lowered + dispatch.died(worker, strike=False, respawn=False)
 
     def has_next(self) -> bool:
         """Can a batch be taken without waiting?"""
@@ -249,8 +343,9 @@ class Engine:
         self.suspect = True
         self._collect()
         self._act(self._dispatch.abandon())
-        for worker in range(self._terms.workers):
-            self._crew.send(worker, Kind.EPOCH, epoch, shared_seed)
+        for state in self._dispatch.workers:
+            if not state.retired:  # one that is started later is told then
+                self._crew.send(state.id, Kind.EPOCH, epoch, shared_seed)
         self._dispatch.begin_epoch()
         self._epoch = (epoch, shared_seed)
         self.suspect = False
@@ -276,7 +371,7 @@ class Engine:
     @property
     def handles(self) -> list[Any]:
         """One handle per worker id."""
-        return [self._crew.handles[i] for i in sorted(self._crew.handles)]
+        return [handle for _, handle in sorted(self._crew.handles.copy().items())]
 
     @property
     def dispatch(self) -> Dispatch:
@@ -314,18 +409,27 @@ class Engine:
                 elif isinstance(command, Spawn):
                     try:
                         self._crew.spawn(command.worker)
-                    except OSError as error:
-                        self._fatal = _could_not_start(f"worker {command.worker}: {error}")
-                        return
+                    except (OSError, RuntimeError) as error:  # of processes, of threads
+                        more += self._not_started(command.worker, str(error))
+                        if self._fatal is not None:
+                            return
+                        continue
                     if self._epoch is not None:
                         self._crew.send(command.worker, Kind.EPOCH, *self._epoch)
                 elif isinstance(command, Retire):
-                    self._crew.send(command.worker, Kind.EXIT)
+                    if self._dispatch.workers[command.worker].gone:
+                        self._crew.forget(command.worker)
+                    else:
+                        self._crew.send(command.worker, Kind.EXIT)
+                elif isinstance(command, GiveBack):
+                    self._arena.give_back(command.extents)
             commands = more
 
     # ---- events
 
     def _collect(self) -> None:
+        if self.requests:
+            self._answer_requests()
         for start in self._arena.ended():
             commands = self._dispatch.release(start)
             if commands:
@@ -360,7 +464,7 @@ class Engine:
         elif kind == Kind.BROKEN:
             self._fatal = event.message[1]
         elif kind == Kind.SPAWN_FAILED:
-            self._fatal = _could_not_start(f"worker {worker}: {event.message[2]}")
+            self._act(self._not_started(worker, event.message[2]))
 
     def _on_done(self, worker: int, event: Event) -> None:
         _, seq, values = event.message
@@ -382,31 +486,42 @@ class Engine:
         commands = self._dispatch.done(worker, seq, report.used, (report, lease))
         if commands:
             self._act(commands)
+        if self.wished is not None:
+            self._grant_wish()
 
     def _note_private(self, worker: int, private: int) -> None:
-        """Work with fewer workers where their private memory would not fit beside the arena."""
         self._private[worker] = private
-        terms = self._terms
-        room = terms.available_bytes * _PRIVATE_SHARE - self._arena.nbytes
-        largest = max(self._private.values())
-        active = self._dispatch.active_limit
-        if largest > 0 and not self._dispatch.pinned and largest * active > room:
-            fitting = max(1, int(room // largest))
-            if fitting < active:
-                log.warning(
-                    "workers hold %s each of their own and %s are left for them: "
-                    "working with %d of %d workers",
-                    format_bytes(largest),
-                    format_bytes(max(0, int(room))),
-                    fitting,
-                    terms.workers,
-                )
-                self._act(self._dispatch.limit_active(fitting))
+        self._honour_private()
+
+    def _private_room(self) -> int:
+        """What is left for workers' private memory beside the arena."""
+        return int(self._terms.available_bytes * _PRIVATE_SHARE) - self._arena.nbytes
+
+    def _fitting(self) -> int:
+        """How many workers have room for their private memory."""
+        largest = max(self._private.values(), default=0)
+        return max(1, self._private_room() // largest) if largest > 0 else sys.maxsize
+
+    def _honour_private(self) -> None:
+        """Work with fewer workers where their private memory would not fit beside the arena."""
+        fitting = self._fitting()
+        if fitting < self._dispatch.active_limit and not self._dispatch.pinned:
+            log.warning(
+                "workers hold %s each of their own and %s are left for them: "
+                "working with %d of %d workers",
+                format_bytes(max(self._private.values())),
+                format_bytes(max(0, self._private_room())),
+                fitting,
+                self._terms.workers,
+            )
+            self._act(self._dispatch.limit_active(fitting))
 
     def _on_death(self, worker: int, pid: int, status: int) -> None:
         state = self._dispatch.workers[worker]
         self._private.pop(worker, None)
         if state.retired:
+            self._crew.forget(worker)
+            self._act(self._dispatch.left(worker))
             return
         self._counters.deaths += 1
         current = state.queue[0] if state.queue else None
@@ -443,6 +558,8 @@ class Engine:
             )
         respawn = worker < self._dispatch.active_limit or self._dispatch.pinned
         self._act(self._dispatch.died(worker, strike=strike, respawn=respawn))
+        if self._dispatch.workers[worker].retired:
+            self._crew.forget(worker)
 
     def _was_begun(self, worker: int, task: Task) -> bool:
         """Had the worker read of this batch? One it never saw has not killed it."""
@@ -465,6 +582,9 @@ class Engine:
         log.warning("%s: started again, undelivered batches are loaded again", words)
         self._counters.deaths += 1
         self._crew.restart()
+        for state in self._dispatch.workers:
+            if state.retired:
+                self._crew.forget(state.id)
         self._act(self._dispatch.all_died())
 
     # ---- waiting too long

@@ -6,10 +6,12 @@ Order of random draws, warnings and attribute names are torch's: clients depend 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
 import time
+from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataL
 from stoker.errors import WorkerError
 from stoker.loader.datapipes import sharding_init_fn
 from stoker.loader.draws import Draws
-from stoker.loader.engine import Nothing, Unsendable, log
+from stoker.loader.engine import Engine, Nothing, Terms, Unsendable, log
 from stoker.loader.fetch import (
     Fetcher,
     Job,
@@ -32,12 +34,15 @@ from stoker.loader.fetch import (
 )
 from stoker.loader.pin import AHEAD, Pinner
 from stoker.loader.pool import WorkerHandle
+from stoker.loader.requests import Request
 from stoker.loader.stats import Counters
+from stoker.plan.knobs import Knobs
 
 if TYPE_CHECKING:
     from stoker.loader.dataloader import DataLoader
 
 _PID_SECONDS = 10.0
+_ASK_AGAIN_SECONDS = 0.02
 
 
 def _job_of(iterator: _BaseDataLoaderIter, loader: DataLoader[Any]) -> Job:
@@ -63,6 +68,7 @@ class EngineIter(_BaseDataLoaderIter):
     """One pass (or, with persistent workers, several) over the dataset, by workers."""
 
     _warned = False
+    _ending = False
     # Held here: when the last iterators go, at the very end, this module's names are gone already.
     _is_finalizing = staticmethod(sys.is_finalizing)
 
@@ -82,11 +88,15 @@ class EngineIter(_BaseDataLoaderIter):
         """``_start_afresh`` was begun and not finished."""
         self._held: dict[int, Any] = {}
         """By thread, a batch between engine and caller: an interruption must not lose it."""
+        self._requests: deque[Request] = deque()
+        self._resizing = threading.RLock()
+        """Held by a thread that resizes by itself, and to shut down: __del__ runs beside it, as a
+        weak reference still gives out an object whose __del__ runs."""
         job = _job_of(self, loader)
-        self._loader_terms = loader._terms(job)
-        job = self._job = replace(job, tight=self._loader_terms.cautious)
+        terms = loader._terms(job)
+        self._job = replace(job, tight=terms.cautious)
         self._builder = loader._builder()
-        self._engine = self._builder.build(self._loader_terms, job)
+        self._engine = self._build(terms)
         self._shutdown = False
         try:
             self._engine.start()
@@ -100,13 +110,21 @@ class EngineIter(_BaseDataLoaderIter):
             self._shutdown_workers()
             raise
 
+    def _build(self, terms: Terms) -> Engine:
+        engine = self._builder.build(terms, self._job)
+        engine.requests = self._requests  # asked of the iterator, whichever engine it has
+        return engine
+
     # ---- drawing, on torch's schedule: a window at the start, then one a batch
 
     def _draw_first(self) -> None:
         self._draws = Draws(self._index_sampler, self._sampler_iter)
-        for _ in range(self._loader_terms.window):
-            if not self._draw():
-                break
+        self._fill_window()
+
+    def _fill_window(self) -> None:
+        self._engine.widened = False
+        while self._draw():
+            pass
 
     def _draw(self) -> bool:
         if self._exhausted or not self._engine.accepting:
@@ -157,6 +175,8 @@ class EngineIter(_BaseDataLoaderIter):
     def _next_batch(self) -> Any:
         thread = threading.get_ident()
         while True:
+            if self._engine.widened:
+                self._fill_window()
             batch = self._held[thread] if thread in self._held else self._take(thread)
             self._draw()
             if batch is Nothing:
@@ -219,11 +239,13 @@ class EngineIter(_BaseDataLoaderIter):
             )
         self._start_afresh()
 
-    def _start_afresh(self) -> None:
-        """New workers, the same undelivered batches."""
+    def _start_afresh(self, terms: Terms | None = None) -> None:
+        """New workers, on the terms that were applied last; the same undelivered batches."""
         self._torn = True
-        self._engine.close()
-        self._engine = self._builder.build(self._loader_terms, self._job)
+        former = self._engine
+        former.close()
+        self._engine = self._build(former.terms if terms is None else terms)
+        self._engine.wished = former.wished if terms is None else None
         self._engine.start()
         if self._epoch:
             self._engine.new_epoch(self._epoch, self._shared_seed)
@@ -236,6 +258,7 @@ class EngineIter(_BaseDataLoaderIter):
         forked = self._owner != os.getpid()
         if forked:
             self._lock = threading.RLock()  # the old one may be held by a thread we don't have
+            self._resizing = threading.RLock()
             self._owner = os.getpid()
         with self._lock:
             super()._reset(loader, first_iter)
@@ -246,10 +269,48 @@ class EngineIter(_BaseDataLoaderIter):
             self._exhausted = False
             if self._pinner is not None:
                 self._pinner.clear()
-            if forked or self._torn or self._engine.suspect or self._engine.failed:
+            wished = self._engine.wished
+            if wished is not None:
+                # Workers have identities here, which could not be changed in mid-epoch.
+                self._job = replace(self._job, num_workers=loader.num_workers)
+                self._num_workers = loader.num_workers
+                self._start_afresh(loader._terms(self._job))
+            elif forked or self._torn or self._engine.suspect or self._engine.failed:
                 self._start_afresh()
             self._engine.new_epoch(self._epoch, self._shared_seed)
             self._draw_first()
+
+    def _is_over(self) -> bool:
+        return self._shutdown or self._ending or self._owner != os.getpid()
+
+    def _apply(self, knobs: Knobs) -> Knobs | None:
+        """Change the knobs in mid-epoch, from any thread; what was achieved, None if it is over.
+
+        Whoever waits in ``next()`` has the lock, but nothing else to do: it is woken and carries
+        out what is asked. If nobody does, this thread has the lock and does it itself.
+        """
+        request = Request(knobs)
+        self._requests.append(request)
+        while request.achieved is None:
+            if self._is_over():
+                return None
+            if not self._lock.acquire(blocking=False):
+                self._engine.wake()
+                request.wait(_ASK_AGAIN_SECONDS)
+                continue
+            try:
+                with self._resizing:
+                    if self._is_over():
+                        return None
+                    if self._torn or self._engine.suspect or self._engine.waiting:
+                        # Interrupted in the middle of a change, or asked from inside next() by a
+                        # signal handler: next() carries it out when it gets on.
+                        self._engine.wake()
+                        return self._engine.knobs
+                    self._engine.has_next()  # answers requests
+            finally:
+                self._lock.release()
+        return request.achieved
 
     @property
     def _workers(self) -> list[Any]:
@@ -275,11 +336,14 @@ class EngineIter(_BaseDataLoaderIter):
     def _shutdown_workers(self) -> None:
         if self._shutdown or self._is_finalizing():
             return  # at exit multiprocessing ends the host process, and that its workers
+        mine = self._owner == os.getpid()
+        self._ending = True  # nobody begins to resize any more
         try:
-            if self._pinner is not None and self._owner == os.getpid():
+            if self._pinner is not None and mine:
                 self._pinner.close()
         finally:
-            self._engine.close()
+            with self._resizing if mine else contextlib.nullcontext():
+                self._engine.close()
         self._shutdown = True  # at last: what was interrupted can be called again
 
     def __del__(self) -> None:

@@ -24,6 +24,7 @@ from stoker.loader import wire, zygote
 from stoker.loader.arena import Arena, Bytes
 from stoker.loader.fetch import Job
 from stoker.loader.process_worker import STACK_SIGNAL
+from stoker.loader.requests import Bell
 from stoker.loader.threads_cap import find_pools
 from stoker.loader.wire import Kind
 
@@ -31,6 +32,8 @@ log = logging.getLogger("stoker.loader")
 
 _GRACE_SECONDS = 5.0
 _KILL_SECONDS = 2.0
+_BELL = -1
+"""In place of a worker's number: not a worker, somebody rang."""
 
 
 class Event(NamedTuple):
@@ -228,12 +231,17 @@ class Pool:
         self._process: Any = None
         self._lazy = False
         self._unreported: set[int] = set()
+        self._bell: Bell | None = None
         self.handles: dict[int, WorkerHandle] = {}
         _pools.add(self)
 
     def start(self) -> None:
         """Start the zygote. Raises what pickling the dataset raises."""
         find_pools()
+        if self._bell is None:
+            self._bell = Bell()
+            self._by_fd[self._bell.fileno()] = _BELL
+            self._poll.register(self._bell, select.POLLIN)
         ours, theirs = _pair()
         self._control = ours
         parcel = zygote.Parcel(self._job)
@@ -258,7 +266,7 @@ class Pool:
             parcel.close()
         ours.setblocking(False)
         self._poll.register(ours, select.POLLIN)
-        self._tell(Kind.ARENA, self._arena.nbytes, fds=(self._arena.fd,))
+        self._tell(Kind.ARENA, self._arena.region_bytes, fds=(self._arena.fd,))
 
     def spawn(self, worker: int) -> None:
         """Have a worker started; messages can be sent to it at once."""
@@ -275,6 +283,19 @@ class Pool:
         line = self._lines.get(worker)
         if line is not None:
             line.send(*message)
+
+    def forget(self, worker: int) -> None:
+        """Drop what is left of a worker that is gone."""
+        self._drop_line(worker)
+        handle = self.handles.pop(worker, None)
+        if handle is not None:
+            handle.ended(None)
+
+    def wake(self) -> None:
+        """Let ``wait`` return now; from any thread."""
+        bell = self._bell
+        if bell is not None:
+            bell.ring()
 
     def recall(self, worker: int) -> tuple[Any, ...] | None:
         """Take back the next message that the worker has not read yet."""
@@ -353,6 +374,8 @@ class Pool:
                 wire.send(control, Kind.EXIT)
         self._end_host()
         self._drop_all()
+        if self._bell is not None:
+            self._bell.close()
 
     # ---- inside
 
@@ -378,6 +401,10 @@ class Pool:
         self.handles[worker].kill()
 
     def _hear(self, worker: int) -> Event | None:
+        if worker == _BELL:
+            assert self._bell is not None
+            self._bell.heard()
+            return None
         line = self._lines[worker]
         try:
             message, fds = wire.receive(line.ours)
@@ -530,6 +557,8 @@ class Pool:
             line.close()
         for handle in self.handles.values():
             handle.disown()
+        if self._bell is not None:
+            self._bell.disown()
         self._lines = {}
         self._by_fd = {}
 

@@ -6,7 +6,6 @@ import ctypes
 import faulthandler
 import os
 import random
-import resource
 import signal
 import socket
 import sys
@@ -143,6 +142,8 @@ class ProcessWorker(Worker):
         What was inherited is shared with the zygote until it is written to, so growth is what
         this worker costs (copies of written pages excepted: only smaps knows, at a high price).
         """
+        import resource  # Windows has none
+
         _, shared = _rss()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return max(0, peak - self._base_rss - max(0, shared - self._base_shared))

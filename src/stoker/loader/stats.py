@@ -49,13 +49,16 @@ class LoaderStats:
     ready: int
     """Batches that are finished and wait for the caller."""
     in_flight_bytes: int
-    """Arena bytes reserved, filled or held by the caller now."""
+    """Arena bytes reserved, filled or held by the caller now.
+
+    More than ``arena_bytes`` only after that was lowered, until the caller lets go.
+    """
     in_flight_peak_bytes: int
     """The most there ever were, in any iteration."""
     leased_bytes: int
     """The part of ``in_flight_bytes`` that the caller still holds."""
     arena_bytes: int
-    """The bound: what the arena can hold at most (of the last iteration, if none runs)."""
+    """The bound: what the arena may hold at most now (of the last iteration, if none runs)."""
     overdraft_bytes: int
     """Bytes now held outside the arena because a batch could not be placed in it."""
     overdraft_batches: int

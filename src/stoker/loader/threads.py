@@ -94,9 +94,11 @@ class ThreadWorker(Worker):
         self._own: Bytes | None = None
 
     def run(self) -> None:
-        """Serve; an end that nobody asked for is reported as a death."""
+        """Serve; an end is reported, unless the whole crew ends."""
         try:
             super().run()
+            if not self._crew.closing:
+                self._crew.post(Event(Kind.EXITED, self.id, (Kind.EXITED, self.id, 0, 0)))
         except SystemExit as end:
             if not self._crew.closing:
                 self._crew.post(Event(Kind.EXITED, self.id, (Kind.EXITED, self.id, 0, _code(end))))
@@ -166,6 +168,7 @@ class ThreadCrew:
         self._events: deque[Event] = deque()
         self._happened = threading.Condition()
         self._owner = os.getpid()
+        self._woken = False
         self.closing = False
         _crews.add(self)
 
@@ -174,19 +177,35 @@ class ThreadCrew:
 
     def spawn(self, worker: int) -> None:
         """Start a thread."""
-        inbox = self._inboxes[worker] = _Inbox()
+        inbox = _Inbox()
         loop = ThreadWorker(worker, inbox, self, self._bytes)
         thread = threading.Thread(target=loop.run, name=f"stoker-worker-{worker}", daemon=True)
-        self.handles[worker] = ThreadHandle(worker, thread)
         thread.start()
+        self._inboxes[worker] = inbox
+        self.handles[worker] = ThreadHandle(worker, thread)
 
     def send(self, worker: int, *message: Any) -> None:
         """Queue a message for a thread."""
-        self._inboxes[worker].put(message)
+        inbox = self._inboxes.get(worker)
+        if inbox is not None:  # else it could not be started
+            inbox.put(message)
 
     def recall(self, worker: int) -> tuple[Any, ...] | None:
         """Take back the next message that the thread has not read yet."""
         return self._inboxes[worker].take_back()
+
+    def forget(self, worker: int) -> None:
+        """Drop what is left of a thread that has said its last."""
+        self._inboxes.pop(worker, None)
+        handle = self.handles.pop(worker, None)
+        if handle is not None and not handle.is_current():
+            handle.join(_GRACE_SECONDS)
+
+    def wake(self) -> None:
+        """Let ``wait`` return now; from any thread."""
+        with self._happened:
+            self._woken = True
+            self._happened.notify()
 
     def post(self, event: Event) -> None:
         """Called by the threads."""
@@ -197,8 +216,9 @@ class ThreadCrew:
     def wait(self, timeout: float) -> None:
         """Wait for something to collect."""
         with self._happened:
-            if not self._events:
+            if not self._events and not self._woken:
                 self._happened.wait(timeout)
+            self._woken = False
 
     def collect(self) -> list[Event]:
         """What has happened by now."""

@@ -22,7 +22,7 @@ INLINE_BYTES = 60_000
 _SEND_BUFFER = 4 << 20
 _DATAGRAM = 65_536
 _IN_MEMORY = b"\0"
-_ANCILLARY = socket.CMSG_SPACE(4 * 8)
+_ANCILLARY = socket.CMSG_SPACE(4 * 8) if hasattr(socket, "CMSG_SPACE") else 0  # Windows
 # A plain number: combining flags of the enum's type takes 3 us.
 _CLOEXEC = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 DONT_WAIT = int(getattr(socket, "MSG_DONTWAIT", 0))

@@ -22,7 +22,7 @@ import sys
 import threading
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from multiprocessing.reduction import DupFd, ForkingPickler
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -46,6 +46,8 @@ class Parcel:
         self._fd = -1
 
     def __reduce__(self) -> tuple[Any, ...]:
+        from multiprocessing.reduction import DupFd  # Windows has none
+
         self.close()
         self._fd = memory_file("stoker-job", 0)
         with os.fdopen(os.dup(self._fd), "wb") as file:

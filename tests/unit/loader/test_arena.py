@@ -453,6 +453,65 @@ def test_an_arena_has_whole_pages_and_one_descriptor() -> None:
     assert descriptors() == before
 
 
+def test_addresses_for_later_cost_nothing_until_they_are_used() -> None:
+    before = descriptors()
+    arena = Arena(8 * PAGE, 1 << 40)
+    assert (arena.nbytes, arena.region_bytes) == (8 * PAGE, 1 << 40)
+    assert descriptors() == before + 1
+    assert pages_of(arena.fd) == 0
+    assert arena.resize(100 * PAGE + 5) == arena.nbytes == 100 * PAGE
+    assert arena.resize(1 << 50) == 1 << 40
+    far = leased_tensor(arena, Extent((1 << 40) - PAGE, PAGE), 3)
+    fd = os.dup(arena.fd)
+    assert pages_of(fd) == 1
+    arena.close()
+    assert (far == 3).all()
+    del far
+    assert pages_of(fd) == 0
+    os.close(fd)
+
+
+def test_what_can_not_be_mapped_for_later_is_done_without() -> None:
+    before = descriptors()
+    arena = Arena(8 * PAGE, 1 << 60)
+    assert arena.nbytes == arena.region_bytes == 8 * PAGE
+    assert arena.resize(9 * PAGE) == 8 * PAGE
+    assert descriptors() == before + 1
+    arena.close()
+
+
+def test_no_python_runs_when_a_lease_ends(arena: Arena) -> None:
+    """A Ctrl-C could land in it, be swallowed, and leave the extent taken for good."""
+    held = [leased_tensor(arena, FIRST)]
+    ran: list[str] = []
+
+    def trace(frame: Any, event: str, _: object) -> None:
+        if event == "call" and "arena" in frame.f_code.co_filename:
+            ran.append(frame.f_code.co_name)
+
+    sys.setprofile(trace)
+    try:
+        held.clear()
+    finally:
+        sys.setprofile(None)
+    assert ran == []
+    assert arena.ended() == [FIRST.start]
+
+
+def test_watches_are_forgotten_with_their_leases() -> None:
+    before = len(arena_module._watches)
+    arena = Arena(8 * PAGE)
+    for _ in range(5):
+        leased_tensor(arena, FIRST)
+        assert arena.ended() == [0]
+    held = [leased_tensor(arena, FIRST), leased_tensor(arena, SECOND)]
+    assert len(arena_module._watches) == before + 2
+    arena.close()
+    assert len(arena_module._watches) == before + 2
+    held.clear()
+    assert len(arena_module._watches) == before
+
+
 def test_a_lease_is_of_a_type_of_its_own(arena: Arena) -> None:
     """numpy collapses the base of a plain view: tensors would hold the region, not the lease."""
     lease = arena.lease(FIRST, 10)

@@ -28,6 +28,7 @@ from stoker.loader.dispatch import (
     Command,
     Delivery,
     Dispatch,
+    GiveBack,
     Grant,
     How,
     Recall,
@@ -39,6 +40,8 @@ from stoker.loader.dispatch import (
 from stoker.loader.extents import PAGE_BYTES, Extent
 
 PAGE = PAGE_BYTES
+REGION = 64 * PAGE
+BUDGETS = [0, 1, 2, 3, 5, 8, 16, 64]
 
 
 class Deadlock(AssertionError):
@@ -73,6 +76,8 @@ class Setup:
     """How many batches are loaded ahead at most where they are not small."""
     small: int = SMALL_BYTES
     """What is small."""
+    resizes: int = 0
+    """How often the number of workers and the budget are changed."""
     keeps: int = 0
     """Out of 4 delivered batches, how many the caller never lets go of."""
 
@@ -111,7 +116,13 @@ class World:
             pinned=setup.pinned or setup.iterable,
             cautious=setup.cautious,
             ahead=setup.ahead,
+            region=REGION,
         )
+        self.window = setup.window
+        self.most_workers = setup.workers
+        self.most_budget = self.dispatch.budget
+        self.used_bytes = 0
+        self.resizes_left = setup.resizes
         self.crew = [Worker(i) for i in range(setup.workers)]
         self.epoch = 0
         self.position = 0
@@ -131,9 +142,15 @@ class World:
         waves = 0
         while commands:
             waves += 1
-            assert waves <= 2 * self.setup.window + self.setup.workers + 2, "recalls without end"
+            most = 2 * self.window + self.dispatch.outstanding + self.most_workers + 2
+            assert waves <= most, "recalls without end"
             more: list[Command] = []
             for command in commands:
+                if isinstance(command, GiveBack):
+                    self.give_back(command.extents)
+                    continue
+                while command.worker >= len(self.crew):
+                    self.crew.append(Worker(len(self.crew), alive=False))
                 worker = self.crew[command.worker]
                 state = self.dispatch.workers[command.worker]
                 if isinstance(command, Assign):
@@ -157,6 +174,8 @@ class World:
                     self.check()
                 elif isinstance(command, Spawn):
                     assert not worker.alive, "spawned beside a living worker"
+                    assert not worker.said, "spawned before the end of the last one was known"
+                    assert not state.retired
                     fresh = self.crew[command.worker] = Worker(command.worker)
                     if self.epoch:
                         fresh.pipe.append(("epoch", self.epoch))
@@ -165,6 +184,19 @@ class World:
                     assert not worker.task or not worker.alive
                     worker.pipe.append(("exit",))
             commands = more
+
+    def give_back(self, extents: list[Extent]) -> None:
+        """Pages go back to the system: nobody may have any of them."""
+        free = self.dispatch.extents.blocks()
+        for extent in extents:
+            assert extent.size > 0
+            for _, taken in self.writers.values():
+                for other in taken:
+                    assert extent.end <= other.start or other.end <= extent.start
+            for lease in self.dispatch._leases.values():
+                assert extent.end <= lease.start or lease.end <= extent.start
+            if extent.start >= self.dispatch.budget:
+                assert any(b.start <= extent.start and extent.end <= b.end for b in free)
 
     def may_write(self, worker: Worker, task: Task) -> None:
         """A worker is told to use an extent: nobody else may be using any byte of it."""
@@ -208,6 +240,7 @@ class World:
     def bury(self, worker: Worker) -> None:
         state = self.dispatch.workers[worker.id]
         if state.retired:
+            self.act(self.dispatch.left(worker.id))
             return
         self.forget(worker)
         if state.queue and state.ready and not state.queue[0].abandoned:
@@ -218,6 +251,7 @@ class World:
             if state.queue and state.ready and not state.queue[0].abandoned:
                 self.deaths_of[self.key(state.queue[0])] -= 1
             self.limits_left -= 1
+            self.chances += self.dispatch.outstanding
             strike = False
             self.act(self.dispatch.limit_active(self.dispatch.active_limit - 1))
             self.forget(worker)
@@ -248,7 +282,7 @@ class World:
     def accepting(self) -> bool:
         if not self.setup.iterable and self.position >= self.setup.batches:
             return False
-        return self.dispatch.outstanding < self.setup.window and self.dispatch.any_active
+        return self.dispatch.outstanding < self.window and self.dispatch.any_active
 
     def submit(self) -> None:
         key = (self.epoch, self.position)
@@ -295,7 +329,8 @@ class World:
         self.got = []
         self.act(self.dispatch.abandon())
         for worker in self.crew:
-            worker.pipe.append(("epoch", self.epoch))
+            if not self.dispatch.workers[worker.id].retired:
+                worker.pipe.append(("epoch", self.epoch))
         self.dispatch.begin_epoch()
         assert self.dispatch.outstanding == 0
         self.check()
@@ -400,7 +435,10 @@ class World:
         leases = list(dispatch._leases.values())
         assert dispatch.leased_bytes == sum(extent.size for extent in leases)
         assert dispatch.used_bytes == reserved + dispatch.leased_bytes
-        assert 0 <= dispatch.used_bytes <= dispatch.peak_bytes <= dispatch.budget
+        assert 0 <= dispatch.used_bytes <= dispatch.peak_bytes <= self.most_budget
+        # What is above a bound that was lowered only becomes less.
+        assert dispatch.used_bytes <= max(dispatch.budget, self.used_bytes)
+        self.used_bytes = dispatch.used_bytes
         pieces += leases
         pieces += dispatch.extents.blocks()
         pieces.sort()
@@ -409,7 +447,8 @@ class World:
             assert piece.start == at, "extents overlap or are lost"
             assert piece.size > 0
             at = piece.end
-        assert at == dispatch.budget
+        assert at == max(REGION, dispatch.budget)
+        assert not dispatch.extents.beyond, "free pages that nobody gives back"
         self.check_queues()
 
     def check_queues(self) -> None:
@@ -426,7 +465,7 @@ class World:
                 assert task.state not in (State.ASSIGNED, State.PARKED)
         # Not a law of nature but the bound that rules out ping-pong.
         assert self.recalls <= 2 * self.chances + (self.epoch + 1) * (
-            self.setup.window + 2 * self.setup.workers
+            self.setup.window * self.most_workers + 2 * self.most_workers
         )
 
     # ---- running it
@@ -449,6 +488,8 @@ class World:
             options.append(partial(self.a_worker_dies, choice))
         if self.limits_left and not self.setup.iterable:
             options.append(self.lower_limit)
+        if self.resizes_left:
+            options.append(partial(self.resize, choice))
         if self.epoch + 1 < self.setup.epochs and choice % 8 == 0:
             options.append(self.new_epoch)
         return options
@@ -464,7 +505,27 @@ class World:
 
     def lower_limit(self) -> None:
         self.limits_left -= 1
+        self.chances += self.dispatch.outstanding
         self.act(self.dispatch.limit_active(self.dispatch.active_limit - 1))
+        self.check()
+
+    def resize(self, choice: int) -> None:
+        self.resizes_left -= 1
+        dispatch = self.dispatch
+        if choice & 1 and not dispatch.pinned:  # as engine does: a pinned number stays
+            workers = 1 + (choice >> 1) % 7
+            per = max(1, self.setup.window // self.setup.workers)
+            ahead = None if self.setup.ahead is None else max(1, self.setup.ahead)
+            self.window = per * workers
+            self.most_workers = max(self.most_workers, workers)
+            self.chances += workers + dispatch.outstanding
+            self.act(dispatch.set_active(workers, self.window, ahead or self.window))
+            assert dispatch.active_limit == workers
+        else:
+            budget = BUDGETS[(choice >> 1) % len(BUDGETS)] * PAGE
+            self.most_budget = max(self.most_budget, budget)
+            self.act(dispatch.set_budget(budget))
+            assert dispatch.budget == budget
         self.check()
 
     def play(self, script: list[int]) -> None:
@@ -536,10 +597,12 @@ def run(setup: Setup, script: list[int], dispatch: type[Dispatch] = Dispatch) ->
     for state in world.dispatch.workers:
         assert not state.queue
         assert state.retired == (state.id >= world.dispatch.active_limit)
+        assert not state.retired or state.gone
+    assert world.dispatch.used_bytes <= max(world.dispatch.budget, kept)
     return world
 
 
-budgets = st.sampled_from([0, 1, 2, 3, 5, 8, 16, 64]).map(lambda pages: pages * PAGE)
+budgets = st.sampled_from(BUDGETS).map(lambda pages: pages * PAGE)
 sizes = st.one_of(
     st.just((PAGE,)),
     st.just((3 * PAGE,)),
@@ -578,6 +641,7 @@ def setups(draw: st.DrawFn, /, **fixed: Any) -> Setup:
         "epochs": draw(st.integers(1, 4)),
         "sizes": draw(sizes),
         "keeps": draw(st.sampled_from([0, 2, 4])),
+        "resizes": draw(st.sampled_from([0, 0, 3, 20])),
     }
     return Setup(**(values | {name: draw(value) for name, value in fixed.items()}))
 
@@ -838,6 +902,78 @@ def test_batches_pinned_to_a_retired_worker_go_to_those_that_are_left() -> None:
     dispatch.deliver()
     commands = dispatch.submit(4) + dispatch.done(0, 2, PAGE, None)
     assert assigned(commands) == [(0, 4)]
+
+
+def unpinned(**more: Any) -> tuple[Dispatch, list[Command]]:
+    """`started`, with its first batch finished: so nobody has looked at worker ids."""
+    dispatch, commands = started(**more)
+    commands += dispatch.done(0, 0, more.get("size", PAGE), None)
+    return dispatch, commands
+
+
+def test_more_workers_are_started_and_given_what_waits_behind_others() -> None:
+    dispatch, _ = unpinned(window=8)
+    assert dispatch.set_active(4, 16, 16) == [Spawn(2), Spawn(3)]
+    assert dispatch.worker_ready(2) == [Recall(1)], "the longest line"
+    [assign] = dispatch.recalled(1, 3)
+    assert assigned([assign]) == [(2, 3)]
+    assert dispatch.active_limit == 4
+
+
+def test_a_worker_too_many_gives_back_what_it_has_not_read_and_retires() -> None:
+    dispatch, _ = unpinned(window=8)
+    assert dispatch.set_active(1, 4, 4) == [Recall(1)]
+    first, *_ = dispatch.recalled(1, 3)
+    assert first == Recall(1)
+    dispatch.recalled(1, 5)
+    assert dispatch.recalled(1, 7) == [], "the last one it may have begun"
+    assert Retire(1) in dispatch.done(1, 1, PAGE, None)
+
+
+def test_a_worker_that_is_wanted_again_before_it_retired_stays() -> None:
+    dispatch, _ = unpinned()
+    assert dispatch.set_active(1, 2, 2) == [Recall(1)]
+    dispatch.recalled(1, None)
+    assert Spawn(1) not in dispatch.set_active(2, 4, 4)
+    assert Retire(1) not in dispatch.done(1, 1, PAGE, None)
+
+
+def test_a_worker_that_is_wanted_again_before_it_is_gone_is_started_once_it_is() -> None:
+    dispatch, _ = unpinned(window=2)
+    dispatch.done(1, 1, PAGE, None)
+    assert dispatch.set_active(1, 2, 2) == [Retire(1)]
+    assert dispatch.set_active(3, 6, 6) == [Spawn(2)]
+    for _ in range(2):
+        dispatch.deliver()
+    commands = [command for n in range(6) for command in dispatch.submit(n)]
+    assert {worker for worker, _ in assigned(commands)} == {0, 2}, "worker 1 is still leaving"
+    assert dispatch.left(1)[0] == Spawn(1)
+
+
+def test_a_lower_budget_binds_every_new_grant_and_frees_what_lies_beyond() -> None:
+    dispatch, _ = unpinned(pages=16, window=4, size=2 * PAGE)
+    dispatch.done(1, 1, 2 * PAGE, None)
+    deliveries = [dispatch.deliver(), dispatch.deliver()]
+    extents = [delivery.task.extent for delivery in deliveries if delivery is not None]
+    assert extents == [Extent(0, 2 * PAGE), Extent(2 * PAGE, 2 * PAGE)]
+    assert dispatch.set_budget(3 * PAGE) == [GiveBack([Extent(8 * PAGE, 8 * PAGE)])]
+    assert dispatch.used_bytes == 8 * PAGE, "held and on their way"
+    assert not assigned(dispatch.submit(4))
+    assert dispatch.release(2 * PAGE) == [GiveBack([Extent(3 * PAGE, PAGE)])]
+    done = dispatch.done(0, 2, 2 * PAGE, None) + dispatch.done(1, 3, 2 * PAGE, None)
+    assert not assigned(done)
+    delivery = dispatch.deliver()
+    assert delivery is not None
+    assert delivery.how is How.COPY, "a lease would leave no room for the largest"
+    assert dispatch.release(4 * PAGE)[0] == GiveBack([Extent(4 * PAGE, 2 * PAGE)])
+
+
+def test_a_higher_budget_is_given_out_at_once_up_to_the_region() -> None:
+    dispatch = Dispatch(workers=2, budget=PAGE, window=4, region=8 * PAGE)
+    dispatch.sized(PAGE)
+    assert len(assigned([c for n in range(4) for c in dispatch.submit(n)])) == 1
+    assert len(assigned(dispatch.set_budget(100 * PAGE))) == 3
+    assert dispatch.budget == 8 * PAGE
 
 
 def test_the_end_of_a_stream_in_the_last_epoch_says_nothing_about_this_one() -> None:
