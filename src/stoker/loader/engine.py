@@ -125,7 +125,7 @@ class Engine:
             pinned=terms.pinned,
             cautious=terms.cautious,
         )
-        self._epoch: tuple[int, int | None] | None = None
+        self._epoch: tuple[int | None] | None = None
         self.suspect = False
         """An exception (Ctrl-C) came in the middle of a change of state: start afresh.
 
@@ -167,10 +167,10 @@ class Engine:
         """May another batch be submitted now?"""
         return self._dispatch.outstanding < self._terms.window and self._dispatch.any_active
 
-    def submit(self, position: int, payload: object) -> None:
-        """Queue a batch of indices; its random draws are those of its position."""
+    def submit(self, epoch: int, position: int, payload: object) -> None:
+        """Queue a batch of indices; its random draws are those of its epoch and position."""
         self.suspect = True
-        commands = self._dispatch.submit((position, payload))
+        commands = self._dispatch.submit((epoch, position, payload))
         if commands:
             self._act(commands)
         self.suspect = False
@@ -244,15 +244,15 @@ class Engine:
         """Is this the end: would every ``take`` raise?"""
         return self._fatal is not None
 
-    def new_epoch(self, epoch: int, shared_seed: int | None) -> None:
+    def new_epoch(self, shared_seed: int | None) -> None:
         """Forget what was not taken; the workers go on with the next epoch."""
         self.suspect = True
         self._collect()
         self._act(self._dispatch.abandon())
         for worker in range(self._terms.workers):
-            self._crew.send(worker, Kind.EPOCH, epoch, shared_seed)
+            self._crew.send(worker, Kind.EPOCH, shared_seed)
         self._dispatch.begin_epoch()
-        self._epoch = (epoch, shared_seed)
+        self._epoch = (shared_seed,)
         self.suspect = False
 
     def close(self) -> None:
@@ -302,8 +302,7 @@ class Engine:
                 if type(command) is Assign:  # all but always
                     task = command.task
                     start, size = (0, 0) if task.asks else _place(task.extent)
-                    position, payload = _content(task)
-                    self._crew.send(command.worker, _TASK, task.seq, start, size, position, payload)
+                    self._crew.send(command.worker, _TASK, task.seq, start, size, *_content(task))
                 elif isinstance(command, Grant):
                     start, size = _place(command.task.extent)
                     self._crew.send(command.worker, Kind.GRANT, command.task.seq, start, size)
@@ -502,13 +501,13 @@ class Engine:
             task.worker,
             pid,
             _process_state(pid),
-            _content(task)[1],
+            _content(task)[2],
         )
 
     # ---- delivery
 
     def _hand_over(self, delivery: Delivery) -> Taken:
-        return Taken(_content(delivery.task)[0], self._content_of(delivery))
+        return Taken(_content(delivery.task)[1], self._content_of(delivery))
 
     def _content_of(self, delivery: Delivery) -> object:
         task = delivery.task
@@ -542,7 +541,7 @@ class Engine:
             counters.skip(index, error)
         extent = delivery.task.extent
         if report.unsendable and report.error is not None and not self._terms.iterable:
-            return Unsendable(_content(delivery.task)[1], report.error)
+            return Unsendable(_content(delivery.task)[2], report.error)
         if report.error is not None:
             return report.error
         if report.skeleton is None:
@@ -569,7 +568,7 @@ class Engine:
             f"{os.strerror(errno.EMFILE)}; raise the limit (ulimit -n) or give a larger memory=",
         )
         error = ExceptionWrapper((OSError, lost, None), where="while a batch was received")
-        return error if self._terms.iterable else Unsendable(_content(task)[1], error)
+        return error if self._terms.iterable else Unsendable(_content(task)[2], error)
 
     def _no_memory(self) -> Any:
         return self._arena.view(Extent(0, 0), 0)
@@ -586,7 +585,7 @@ class Engine:
     ) -> WorkerError:
         indices: Any = None
         if task is not None and not self._terms.iterable:
-            payload = _content(task)[1]
+            payload = _content(task)[2]
             indices = payload if isinstance(payload, (list, tuple)) else [payload]
         if timed_out:
             return WorkerTimeout(
@@ -611,11 +610,10 @@ class Engine:
         )
 
 
-def _content(task: Task) -> tuple[int, Any]:
-    """Position and indices of a batch, as submitted."""
+def _content(task: Task) -> tuple[int, int, Any]:
+    """Epoch, position and indices of a batch, as submitted."""
     assert isinstance(task.payload, tuple)
-    position, payload = task.payload
-    return position, payload
+    return task.payload
 
 
 def _could_not_start(cause: str) -> WorkerStartError:

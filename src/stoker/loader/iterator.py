@@ -120,7 +120,7 @@ class EngineIter(_BaseDataLoaderIter):
         self._engine.suspect = True  # until it is submitted
         self._pending[position] = index
         self._position = position + 1
-        self._engine.submit(position, index)
+        self._engine.submit(self._epoch, position, index)
         return True
 
     # ---- torch's interface
@@ -226,9 +226,9 @@ class EngineIter(_BaseDataLoaderIter):
         self._engine = self._builder.build(self._loader_terms, self._job)
         self._engine.start()
         if self._epoch:
-            self._engine.new_epoch(self._epoch, self._shared_seed)
+            self._engine.new_epoch(self._shared_seed)
         for position, index in self._pending.items():
-            self._engine.submit(position, index)
+            self._engine.submit(self._epoch, position, index)
         self._torn = False
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
@@ -248,7 +248,7 @@ class EngineIter(_BaseDataLoaderIter):
                 self._pinner.clear()
             if forked or self._torn or self._engine.suspect or self._engine.failed:
                 self._start_afresh()
-            self._engine.new_epoch(self._epoch, self._shared_seed)
+            self._engine.new_epoch(self._shared_seed)
             self._draw_first()
 
     @property

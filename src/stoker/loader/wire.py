@@ -32,9 +32,9 @@ class Kind(IntEnum):
     """First item of every message."""
 
     # trainer -> worker
-    TASK = 1  # seq, extent start (-1: own memory), size, position, payload
+    TASK = 1  # seq, extent start (-1: own memory), size, epoch, position, payload
     GRANT = 2  # seq, extent start, size
-    EPOCH = 3  # epoch number, shared seed: start over (persistent workers)
+    EPOCH = 3  # shared seed: start over (persistent workers)
     EXIT = 4
     # worker -> trainer
     READY = 10

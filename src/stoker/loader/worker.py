@@ -54,7 +54,6 @@ class Worker(ABC):
     def __init__(self, worker_id: int, label: str, arena: Bytes) -> None:
         self.id = worker_id
         self.label = label
-        self.epoch = 0
         self.job: Job
         self._arena = arena
         self._tasks: deque[tuple[Any, ...]] = deque()
@@ -91,8 +90,8 @@ class Worker(ABC):
         """Forget memory of one's own: the batch does not need it."""
 
     @abstractmethod
-    def begin_batch(self, position: int) -> None:
-        """Seed what the batch at this position may draw from."""
+    def begin_batch(self, epoch: int, position: int) -> None:
+        """Seed what the batch at this position of this epoch may draw from."""
 
     @abstractmethod
     def begin_epoch(self, shared_seed: int | None) -> None:
@@ -130,9 +129,8 @@ class Worker(ABC):
                     self._serve(fetcher, message)
                 del message
             elif kind == Kind.EPOCH:
-                self.epoch = message[1]
                 if fetcher is not None:
-                    self._new_epoch(fetcher, message[2])
+                    self._new_epoch(fetcher, message[1])
             elif kind == Kind.EXIT:
                 return
 
@@ -145,7 +143,7 @@ class Worker(ABC):
             self._broken = wrap_exception(error, self.label)
 
     def _serve(self, fetcher: Fetcher, task: tuple[Any, ...]) -> None:
-        _, seq, start, size, position, index = task
+        _, seq, start, size, epoch, position, index = task
         self._seq = seq
         self._own_only = start < 0
         room = Room(
@@ -156,7 +154,7 @@ class Worker(ABC):
         error: ExceptionWrapper | None = None
         fetched = False
         try:
-            self.begin_batch(position)
+            self.begin_batch(epoch, position)
             batch = fetcher.fetch(index, room)
             fetched = True
             skeleton = encode(batch, room)
