@@ -30,14 +30,15 @@ def draws_own_stream(sampler: object) -> bool:
 
 
 class Draws:
-    """One epoch of a sampler; ``drawing`` is its iterator, from which nothing was taken yet."""
+    """One epoch of a sampler; ``drawing`` is its iterator."""
 
-    def __init__(self, sampler: Any, drawing: Iterator[Any]) -> None:
+    def __init__(self, sampler: Any, drawing: Iterator[Any], at: int = 0) -> None:
+        """``at``: the position of the first index that ``drawing`` gives."""
         self._sampler = sampler
         self._drawing = drawing
-        self._at = 0
+        self._at = at
         inner = _inner(sampler)
-        self._steady = type(inner) in _STEADY
+        self._steady = type(inner) in _STEADY and not at
         self._generator: torch.Generator | None = None
         if type(inner) is RandomSampler and not inner.replacement:
             self._steady = True

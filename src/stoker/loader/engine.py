@@ -37,6 +37,7 @@ from stoker.loader.dispatch import (
 from stoker.loader.extents import Extent
 from stoker.loader.pool import Event, HostDied
 from stoker.loader.stats import Counters
+from stoker.loader.streams import Saved
 from stoker.loader.wire import Kind
 from stoker.loader.worker import Report
 from stoker.machine.limits import memory_room, oom_kills
@@ -106,6 +107,8 @@ class Taken(NamedTuple):
 
     position: int
     batch: Any
+    origin: tuple[int, Saved] | None = None
+    """Of an iterable dataset: which worker loaded it, and where it stood then."""
 
 
 class Engine:
@@ -141,6 +144,11 @@ class Engine:
         self._opened_at = time.monotonic()
         self._fatal: WorkerError | ExceptionWrapper | None = None
         self._closed = False
+        # Of an iterable dataset, in this epoch:
+        self._origins: dict[int, tuple[int, Saved]] = {}  # by batch
+        self._finished: Counter[int] = Counter()  # batches by worker
+        self.ended: dict[int, tuple[int, Saved]] = {}
+        """By worker whose share is over: after how many batches, and where it stood then."""
 
     def start(self) -> None:
         """Start the workers."""
@@ -252,8 +260,15 @@ class Engine:
         for worker in range(self._terms.workers):
             self._crew.send(worker, Kind.EPOCH, shared_seed)
         self._dispatch.begin_epoch()
+        self._origins.clear()
+        self._finished.clear()
+        self.ended.clear()
         self._epoch = (shared_seed,)
         self.suspect = False
+
+    def go_on_at(self, turn: int, exhausted: frozenset[int] = frozenset()) -> None:
+        """Before the first ``submit``: whose turn it is, and whose share is over already."""
+        self._dispatch.go_on_at(turn, exhausted)
 
     def close(self) -> None:
         """End workers and give back all memory that the caller does not hold."""
@@ -353,7 +368,10 @@ class Engine:
             self._note_private(worker, event.message[2])
             self._act(self._dispatch.sized(event.message[1]))
         elif kind == Kind.END:
-            self._act(self._dispatch.exhausted(worker, event.message[1]))
+            seq = event.message[1]
+            if seq in self._dispatch.tasks:  # else it is an answer to a batch that is void
+                self.ended.setdefault(worker, (self._finished[worker], event.message[2]))
+            self._act(self._dispatch.exhausted(worker, seq))
         elif kind == Kind.EXITED:
             self._on_death(worker, event.message[2], event.message[3])
         elif kind == Kind.BROKEN:
@@ -364,6 +382,9 @@ class Engine:
     def _on_done(self, worker: int, event: Event) -> None:
         _, seq, values = event.message
         report = Report._make(values)
+        if self._terms.iterable and seq in self._dispatch.tasks:
+            self._finished[worker] += 1
+            self._origins[seq] = (worker, report.stand)
         if report.private_bytes:
             self._note_private(worker, report.private_bytes)
         if report.looked_at_id:
@@ -507,7 +528,9 @@ class Engine:
     # ---- delivery
 
     def _hand_over(self, delivery: Delivery) -> Taken:
-        return Taken(_content(delivery.task)[1], self._content_of(delivery))
+        task = delivery.task
+        origin = self._origins.pop(task.seq, None) if self._origins else None
+        return Taken(_content(task)[1], self._content_of(delivery), origin)
 
     def _content_of(self, delivery: Delivery) -> object:
         task = delivery.task

@@ -6,6 +6,8 @@ Order of random draws, warnings and attribute names are torch's: clients depend 
 
 from __future__ import annotations
 
+import copy
+import itertools
 import os
 import sys
 import threading
@@ -18,7 +20,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from stoker.errors import WorkerError
-from stoker.loader.datapipes import sharding_init_fn
+from stoker.loader.datapipes import apply_shared_seed, sharding_init_fn
 from stoker.loader.draws import Draws
 from stoker.loader.engine import Nothing, Unsendable, log
 from stoker.loader.fetch import (
@@ -32,12 +34,27 @@ from stoker.loader.fetch import (
 )
 from stoker.loader.pin import AHEAD, Pinner
 from stoker.loader.pool import WorkerHandle
+from stoker.loader.progress import Progress
+from stoker.loader.replay import (
+    SAMPLER,
+    SEED,
+    Start,
+    redraw,
+    replaying,
+    rewind,
+    sampler_states,
+    stateful_samplers,
+)
+from stoker.loader.state import LoaderState
 from stoker.loader.stats import Counters
+from stoker.loader.streams import Stand, is_stateful, save
 
 if TYPE_CHECKING:
     from stoker.loader.dataloader import DataLoader
 
 _PID_SECONDS = 10.0
+_DRAWS = (SAMPLER, SEED, SAMPLER)
+_MAIN_DRAWS = (SAMPLER, SEED)
 
 
 def _job_of(iterator: _BaseDataLoaderIter, loader: DataLoader[Any]) -> Job:
@@ -59,6 +76,68 @@ def _job_of(iterator: _BaseDataLoaderIter, loader: DataLoader[Any]) -> Job:
     )
 
 
+def _draw_again(
+    iterator: Any, loader: DataLoader[Any], resumed: LoaderState, natural: tuple[str, ...]
+) -> None:
+    """Put sampler, seeds and a map-style dataset where a state says."""
+    rewind(loader, resumed)
+    iterator._sampler_iter, seed = redraw(loader, resumed, natural)
+    if resumed.base_seed is not None:
+        seed = resumed.base_seed
+    if seed is not None:
+        iterator._base_seed = seed
+    if resumed.shared_seed is not None:
+        iterator._shared_seed = resumed.shared_seed
+        apply_shared_seed(iterator._dataset, resumed.shared_seed)
+    iterator._num_yielded = resumed.delivered
+
+
+def _progress(
+    iterator: Any,
+    loader: DataLoader[Any],
+    resumed: LoaderState | None,
+    start: Start,
+    draws: tuple[str, ...],
+    *,
+    lasting: bool,
+) -> Progress:
+    facts: dict[str, Any] = {
+        "base_seed": int(iterator._base_seed),
+        "shared_seed": iterator._shared_seed,
+        "draws": draws,
+        "persistent": iterator._persistent_workers,
+        "lasting": lasting,
+    }
+    if resumed is not None:
+        progress = Progress.resumed(resumed, start, **facts)
+    else:
+        progress = Progress(loader._fits(), start, **facts)
+    progress.dataset = loader._stateful_dataset()
+    loader._progress = progress
+    return progress
+
+
+def _stands(sampler: Any, resumed: LoaderState) -> dict[int, Stand]:
+    """Where each worker goes on with an iterable dataset."""
+    payload = next(iter(sampler))
+    replayed = 0
+    stands = {}
+    for worker, found in resumed.workers.items():
+        over = bool(found.get("ended"))  # this epoch will not ask it, perhaps the next one
+        batches = 0 if over else found["batches"]
+        fresh = over or bool(found.get("fresh"))
+        stands[int(worker)] = Stand(batches, found["state"], fresh, payload)
+        if not found["state"]:
+            replayed += batches
+    if replayed:
+        log.warning(
+            "the iterable dataset and its iterator have no state_dict() and load_state_dict(): "
+            "%d batches are loaded again and dropped in order to resume",
+            replayed,
+        )
+    return stands
+
+
 class EngineIter(_BaseDataLoaderIter):
     """One pass (or, with persistent workers, several) over the dataset, by workers."""
 
@@ -68,12 +147,20 @@ class EngineIter(_BaseDataLoaderIter):
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._shutdown = True  # until there is something to shut down: __del__ may come early
+        resumed = loader._take_loaded()
+        start = Start(loader)
+        with replaying(resumed):
+            self._begin(loader, resumed, start)
+
+    def _begin(self, loader: DataLoader[Any], resumed: LoaderState | None, start: Start) -> None:
         super().__init__(loader)
         if loader.prefetch_factor is None or loader.prefetch_factor <= 0:
             raise AssertionError("prefetch_factor must be greater than 0 to load with workers")
         self._lock = threading.RLock()
         self._owner = os.getpid()
         self._pinner: Pinner | None = None
+        self._pinning: list[tuple[int, Any]] = []
+        """Position and origin of what the pinner has, oldest first."""
         self._epoch = 0
         self._position = 0
         self._pending: dict[int, Any] = {}
@@ -81,8 +168,24 @@ class EngineIter(_BaseDataLoaderIter):
         self._torn = False
         """``_start_afresh`` was begun and not finished."""
         self._held: dict[int, Any] = {}
-        """By thread, a batch between engine and caller: an interruption must not lose it."""
+        """By thread, a batch between engine and caller: an interruption must not lose it.
+
+        With its position and, of an iterable dataset, its origin.
+        """
+        self._stateful = stateful_samplers(loader)
+        self._already: frozenset[int] = frozenset()
+        """Positions ahead that were delivered before a resume."""
+        if resumed is not None:
+            _draw_again(self, loader, resumed, _DRAWS)
+            _restore_dataset(loader, resumed)
+            self._epoch = resumed.epoch
+            self._already = frozenset(resumed.beyond)
+        lasting = self._persistent_workers or loader._actual_kind() == "thread"
+        self._progress = _progress(self, loader, resumed, start, _DRAWS, lasting=lasting)
+        self._progress.held = self._held
         job = _job_of(self, loader)
+        if resumed is not None and job.iterable:
+            job = replace(job, stands=_stands(self._index_sampler, resumed))
         self._loader_terms = loader._terms(job)
         job = self._job = replace(job, tight=self._loader_terms.cautious)
         self._builder = loader._builder()
@@ -94,16 +197,31 @@ class EngineIter(_BaseDataLoaderIter):
                 self._pinner = Pinner(self._pin_memory_device)
             # As torch: with workers the sampler is asked for an iterator twice, and the first is
             # dropped. A sampler that draws when it is asked shows the difference.
-            super()._reset(loader, first_iter=True)
-            self._draw_first()
+            if resumed is None:
+                super()._reset(loader, first_iter=True)
+            self._progress.ended = self._engine.ended
+            if resumed is not None:
+                self._go_on(resumed)
+            self._draw_first(resumed)
         except BaseException:
             self._shutdown_workers()
             raise
 
     # ---- drawing, on torch's schedule: a window at the start, then one a batch
 
-    def _draw_first(self) -> None:
-        self._draws = Draws(self._index_sampler, self._sampler_iter)
+    def _go_on(self, resumed: LoaderState) -> None:
+        over = [int(worker) for worker, found in resumed.workers.items() if found.get("ended")]
+        turn = resumed.turn if self._job.iterable else resumed.delivered
+        self._engine.go_on_at(turn, frozenset(over))
+
+    def _draw_first(self, resumed: LoaderState | None = None) -> None:
+        done = resumed.delivered if resumed is not None else 0
+        if resumed is not None and (self._job.iterable or resumed.sampler_states):
+            self._position = done  # the sampler stands there already
+            self._draws = Draws(self._index_sampler, self._sampler_iter, done)
+        else:
+            self._draws = Draws(self._index_sampler, self._sampler_iter)
+            self._skip_to(done)
         for _ in range(self._loader_terms.window):
             if not self._draw():
                 break
@@ -114,6 +232,13 @@ class EngineIter(_BaseDataLoaderIter):
         position = self._position
         try:
             index = self._draws.draw(position)
+            if self._stateful:
+                self._progress.drew(position, sampler_states(self._stateful))
+            while position in self._already:
+                position = self._position = position + 1
+                index = self._draws.draw(position)
+                if self._stateful:
+                    self._progress.drew(position, sampler_states(self._stateful))
         except StopIteration:
             self._exhausted = True
             return False
@@ -122,6 +247,15 @@ class EngineIter(_BaseDataLoaderIter):
         self._position = position + 1
         self._engine.submit(self._epoch, position, index)
         return True
+
+    def _skip_to(self, position: int) -> None:
+        """Draw what was delivered before a resume: indices, not data."""
+        try:
+            for self._position in range(position):
+                self._draws.draw(self._position)
+        except StopIteration:
+            self._exhausted = True
+        self._position = position
 
     # ---- torch's interface
 
@@ -150,6 +284,7 @@ class EngineIter(_BaseDataLoaderIter):
                 return self._next_batch()
             except StopIteration:
                 pass
+            self._progress.finish()
             if not self._persistent_workers:
                 self._shutdown_workers()
             raise StopIteration
@@ -157,8 +292,10 @@ class EngineIter(_BaseDataLoaderIter):
     def _next_batch(self) -> Any:
         thread = threading.get_ident()
         while True:
-            batch = self._held[thread] if thread in self._held else self._take(thread)
+            held = self._held[thread] if thread in self._held else self._take(thread)
+            position, batch, origin = held
             self._draw()
+            self._progress.mark(position, origin)
             if batch is Nothing:
                 del self._held[thread]
                 continue
@@ -171,30 +308,33 @@ class EngineIter(_BaseDataLoaderIter):
             self._builder.counters.delivered += 1
             return batch
 
-    def _take(self, thread: int) -> Any:
+    def _take(self, thread: int) -> tuple[int, Any, Any]:
         if self._pinner is None:
-            position, batch = self._take_one()
-            self._held[thread] = batch
-            del self._pending[position]
-            return batch
+            taken = self._held[thread] = self._take_one()
+            del self._pending[taken[0]]
+            return taken
         if not self._pinner.pending:
             self._pin_one()
         while self._pinner.pending < AHEAD and self._engine.has_next():
             self._pin_one()
-        batch = self._held[thread] = self._pinner.get()
-        return batch
+        del self._pinning[: -self._pinner.pending]  # those that were handed out
+        position, origin = self._pinning[0]
+        taken = self._held[thread] = (position, self._pinner.get(), origin)
+        return taken
 
     def _pin_one(self) -> None:
         assert self._pinner is not None
-        position, batch = self._take_one()
+        position, batch, origin = self._take_one()
+        self._pinning.append((position, origin))
         self._pinner.put(batch)
         del self._pending[position]
 
-    def _take_one(self) -> tuple[int, Any]:
+    def _take_one(self) -> tuple[int, Any, Any]:
         taken = self._engine.take()
-        if isinstance(taken.batch, Unsendable):
-            return taken.position, self._load_here(taken.position, taken.batch)
-        return taken.position, taken.batch
+        position, batch = taken.position, taken.batch
+        if isinstance(batch, Unsendable):
+            batch = self._load_here(position, batch)
+        return position, batch, taken.origin
 
     def _load_here(self, position: int, unsendable: Unsendable) -> Any:
         """Load a batch that can't be sent between processes; slow, but training goes on."""
@@ -225,6 +365,7 @@ class EngineIter(_BaseDataLoaderIter):
         self._engine.close()
         self._engine = self._builder.build(self._loader_terms, self._job)
         self._engine.start()
+        self._progress.ended = self._engine.ended
         if self._epoch:
             self._engine.new_epoch(self._shared_seed)
         for position, index in self._pending.items():
@@ -238,11 +379,16 @@ class EngineIter(_BaseDataLoaderIter):
             self._lock = threading.RLock()  # the old one may be held by a thread we don't have
             self._owner = os.getpid()
         with self._lock:
+            start = Start(loader)
             super()._reset(loader, first_iter)
+            self._progress.next_epoch(start)
+            loader._progress = self._progress
             self._epoch += 1
             self._position = 0
             self._pending = {}
-            self._held = {}
+            self._held = self._progress.held
+            self._already = frozenset()
+            self._pinning.clear()
             self._exhausted = False
             if self._pinner is not None:
                 self._pinner.clear()
@@ -287,26 +433,111 @@ class EngineIter(_BaseDataLoaderIter):
 
 
 class MainIter(_SingleProcessDataLoaderIter):
-    """``num_workers=0``: torch's own iterator, with figures and ``on_error``."""
+    """``num_workers=0``: torch's own iterator, with figures, ``on_error`` and a state."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        super().__init__(loader)
-        self._counters: Counters = loader._counters
-        self._skipping = Fetcher(_job_of(self, loader)) if loader.on_error == "skip" else None
+        resumed = loader._take_loaded()
+        start = Start(loader)
+        self._position = 0
+        self._already: frozenset[int] = frozenset()
+        with replaying(resumed):
+            super().__init__(loader)
+            self._counters: Counters = loader._counters
+            self._stateful = stateful_samplers(loader)
+            if resumed is not None:
+                _draw_again(self, loader, resumed, _MAIN_DRAWS)
+            self._progress = _progress(self, loader, resumed, start, _MAIN_DRAWS, lasting=True)
+            job = _job_of(self, loader)
+            if resumed is not None and job.iterable:
+                job = replace(job, stands=_stands(self._index_sampler, resumed))
+            elif resumed is not None:
+                self._skip_delivered(resumed)
+            self._skipping = Fetcher(job) if job.skip_errors else None
+            self._streams = job.iterable and _keeps_a_state(self)
+            if job.stands is not None and not self._streams:
+                self._go_on(job)
+        # A dataset that restores its state may set a global generator: here that is the trainer's.
+        if job.stands is not None and self._streams:
+            self._go_on(job)
+        if resumed is not None:
+            _restore_dataset(loader, resumed)
+
+    def _skip_delivered(self, resumed: LoaderState) -> None:
+        """Indices, not data; and one more, since most samplers draw when first asked."""
+        self._position = resumed.delivered
+        self._already = frozenset(resumed.beyond)
+        if resumed.sampler_states:
+            return  # it stands there already
+        for _ in itertools.islice(self._sampler_iter, resumed.delivered):
+            pass
+        first = list(itertools.islice(self._sampler_iter, 1))
+        self._sampler_iter = itertools.chain(first, self._sampler_iter)
+
+    def _go_on(self, job: Job) -> None:
+        """Bring an iterable dataset to where it stood."""
+        assert job.stands is not None
+        self._position = self._progress.delivered
+        record = self._progress.workers.get(0, {})
+        if record.get("ended"):
+            self._sampler_iter = iter(())
+            self._progress.ended[0] = (0, record["state"])
+        if self._skipping is None and 0 in job.stands:
+            fetcher = Fetcher(replace(job, collate_fn=_as_is), 0)
+            self._dataset_fetcher.dataset_iter = fetcher._iterator
+            self._dataset_fetcher.ended = fetcher._ended
 
     def _next_data(self) -> Any:
         while True:
-            index = next(self._sampler_iter)
+            position, index = self._draw()
             began = time.perf_counter()
             try:
                 data = self._load(index)
             except NothingLeft:
+                self._progress.mark(position)
                 continue
+            except StopIteration:
+                self._end()
+                raise
+            except Exception:
+                self._progress.mark(position, self._origin())
+                raise
             took = time.perf_counter() - began
             self._counters.delivered += 1
             self._counters.wait_seconds += took
             self._counters.batch(took, 0.0)
+            self._progress.mark(position, self._origin())
             return self._pinned(data)
+
+    def _draw(self) -> tuple[int, Any]:
+        while True:
+            try:
+                index = next(self._sampler_iter)
+            except StopIteration:
+                self._end()
+                raise
+            position = self._position
+            self._position += 1
+            if self._stateful:
+                self._progress.drew(position, sampler_states(self._stateful))
+            if position not in self._already:
+                return position, index
+
+    def _origin(self) -> tuple[int, Any] | None:
+        """Of an iterable dataset: as if a worker had loaded the batch."""
+        if not self._dataset_kind:
+            return None
+        return 0, (save(self._dataset, self._stream()) if self._streams else None)
+
+    def _stream(self) -> Any:
+        fetcher = self._skipping
+        return self._dataset_fetcher.dataset_iter if fetcher is None else fetcher._iterator
+
+    def _end(self) -> None:
+        progress = self._progress
+        progress.finish()
+        origin = self._origin()
+        if origin is not None and 0 not in progress.ended:
+            progress.ended[0] = (progress.loaded(0), origin[1])
 
     def _load(self, index: Any) -> Any:
         if self._skipping is None:
@@ -323,3 +554,17 @@ class MainIter(_SingleProcessDataLoaderIter):
         from torch.utils.data._utils.pin_memory import pin_memory
 
         return pin_memory(data, self._pin_memory_device)
+
+
+def _keeps_a_state(iterator: MainIter) -> bool:
+    return is_stateful(iterator._dataset) or is_stateful(iterator._stream())
+
+
+def _as_is(samples: Any) -> Any:
+    return samples
+
+
+def _restore_dataset(loader: DataLoader[Any], resumed: LoaderState) -> None:
+    """Of a map-style dataset that has a state; iterable ones are restored where they are read."""
+    if resumed.dataset is not None and is_stateful(loader.dataset):
+        loader.dataset.load_state_dict(copy.deepcopy(resumed.dataset))  # type: ignore[attr-defined]

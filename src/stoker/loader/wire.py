@@ -41,7 +41,7 @@ class Kind(IntEnum):
     DONE = 11  # seq, the values of a Report
     NEED = 12  # seq, bytes
     SIZED = 13  # bytes a batch will take, private bytes
-    END = 14  # seq: this worker's share of an iterable dataset is over
+    END = 14  # seq, stand: this worker's share of an iterable dataset is over
     # trainer -> zygote
     ARENA = 20  # bytes, + descriptor
     SPAWN = 21  # worker id, + descriptor of its socket

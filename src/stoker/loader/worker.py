@@ -19,6 +19,7 @@ from stoker.loader.arena import Bytes
 from stoker.loader.codec import encode
 from stoker.loader.fetch import Fetcher, Job, NothingLeft, wrap_exception
 from stoker.loader.room import Room
+from stoker.loader.streams import Saved
 from stoker.loader.wire import Kind
 
 _PRIVATE_EVERY_SECONDS = 0.25
@@ -41,11 +42,13 @@ class Report(NamedTuple):
     skips: tuple[tuple[Any, str], ...]
     private_bytes: int
     looked_at_id: bool
+    stand: Saved
+    """Where an iterable dataset stands after this batch, if it keeps a state."""
 
 
 def failure(error: ExceptionWrapper) -> Report:
     """A batch that was not even begun."""
-    return Report(0, None, error, False, 0.0, 0.0, None, (), 0, False)
+    return Report(0, None, error, False, 0.0, 0.0, None, (), 0, False, None)
 
 
 class Worker(ABC):
@@ -112,7 +115,7 @@ class Worker(ABC):
         fetcher: Fetcher | None = None
         try:
             self.job = self.introduce()
-            fetcher = Fetcher(self.job)
+            fetcher = Fetcher(self.job, self.id)
             if self.job.tight:
                 fetcher.announce = self._announce
         except Exception as error:
@@ -164,7 +167,7 @@ class Worker(ABC):
         except StopIteration as stop:
             if self.job.iterable:
                 self.drop_own()
-                self.send(Kind.END, seq)
+                self.send(Kind.END, seq, fetcher.state())
                 return
             error = wrap_exception(stop, self.label)
         except Exception as raised:
@@ -185,6 +188,7 @@ class Worker(ABC):
                 skips=tuple(fetcher.skips),
                 private_bytes=self._private_now_and_then(),
                 looked_at_id=self.looked_at_id(),
+                stand=fetcher.state(),
             ),
         )
 
