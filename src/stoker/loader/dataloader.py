@@ -80,6 +80,12 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             and listed in ``stats()``; the batch is smaller, and left out if nothing remains. In
             distributed training ranks then see different numbers of samples (and, where whole
             batches fall away, of steps: use a join context or a fixed number of steps).
+        prefetch_next_epoch: prepare the first batches of the next epoch before the current one
+            ends (with ``persistent_workers``). Off by default: memory stays in use between epochs,
+            the sampler is drawn early, and changes to the dataset between epochs reach those
+            batches too late. Only for samplers whose next order does not depend on the trainer's
+            random stream: sequential, distributed, random with a generator of its own, or a class
+            with ``draws_own_stream = True``; with others it has no effect, and the log says so.
         name: shown in statistics and logs.
     """
 
@@ -107,6 +113,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         worker_kind: Literal["process", "thread"] = "process",
         share_batches: bool = False,
         on_error: Literal["raise", "skip"] = "raise",
+        prefetch_next_epoch: bool = False,
         name: str | None = None,
     ) -> None:
         _one_of("worker_kind", worker_kind, ("process", "thread"))
@@ -115,11 +122,14 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             _one_of("num_workers", num_workers, ("auto",), "an int")
         if share_batches:
             raise ConfigError(name="share_batches", given=share_batches, accepted="False for now")
+        if prefetch_next_epoch:
+            _check_prefetch(dataset, persistent_workers=persistent_workers, in_order=in_order)
         self._memory_bytes = None if memory is None else parse_bytes(memory, name="memory")
         self.memory = memory
         self.worker_kind = worker_kind
         self.share_batches = share_batches
         self.on_error = on_error
+        self.prefetch_next_epoch = prefetch_next_epoch
         self.name = name
         self._counted = prefetch_factor is not None
         self._counters = Counters()
@@ -190,7 +200,12 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                 "torch's own loader stands in for Stoker on this platform, and has no state. "
                 "Use num_workers=0, or save the state where Stoker loads."
             )
-        start, fits, dataset = Start(self), self._fits(), self._stateful_dataset()
+        coming = progress.coming if progress is not None else None
+        if coming is not None and coming.is_right(self):
+            start = coming.start
+        else:
+            start = Start(self)
+        fits, dataset = self._fits(), self._stateful_dataset()
         saved = copy.deepcopy(dataset.state_dict()) if dataset is not None else None
         if progress is not None:
             return progress.fresh(start, fits, saved)
@@ -286,6 +301,18 @@ def _one_of(name: str, given: object, accepted: tuple[str, ...], *more: str) -> 
     if given not in accepted:
         words = [f'"{value}"' for value in accepted] + list(more)
         raise ConfigError(name=name, given=given, accepted=" or ".join(words))
+
+
+def _check_prefetch(dataset: object, *, persistent_workers: bool, in_order: bool) -> None:
+    accepted = None
+    if isinstance(dataset, IterableDataset):
+        accepted = "False with an iterable dataset: its workers begin an epoch all at once"
+    elif not persistent_workers:
+        accepted = "False, or True together with persistent_workers=True"
+    elif not in_order:
+        accepted = "False, or True together with in_order=True"
+    if accepted is not None:
+        raise ConfigError(name="prefetch_next_epoch", given=True, accepted=accepted)
 
 
 def _auto_workers(dataset: object) -> int:

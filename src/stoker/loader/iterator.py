@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,9 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from stoker.errors import WorkerError
+from stoker.loader.ahead import Ahead
 from stoker.loader.datapipes import apply_shared_seed, sharding_init_fn
-from stoker.loader.draws import Draws
+from stoker.loader.draws import Draws, foretells, inner_sampler
 from stoker.loader.engine import Nothing, Unsendable, log
 from stoker.loader.fetch import (
     Fetcher,
@@ -42,6 +44,7 @@ from stoker.loader.replay import (
     redraw,
     replaying,
     rewind,
+    sampler_epochs,
     sampler_states,
     stateful_samplers,
 )
@@ -173,6 +176,10 @@ class EngineIter(_BaseDataLoaderIter):
         With its position and, of an iterable dataset, its origin.
         """
         self._stateful = stateful_samplers(loader)
+        self._loader = weakref.ref(loader)
+        self._looks_ahead = loader.prefetch_next_epoch and self._may_look_ahead()
+        self._ahead: Ahead | None = None
+        self._last_epochs: dict[str, int] = {}
         self._already: frozenset[int] = frozenset()
         """Positions ahead that were delivered before a resume."""
         if resumed is not None:
@@ -227,7 +234,9 @@ class EngineIter(_BaseDataLoaderIter):
                 break
 
     def _draw(self) -> bool:
-        if self._exhausted or not self._engine.accepting:
+        if self._exhausted:
+            return self._looks_ahead and self._draw_ahead()
+        if not self._engine.accepting:
             return False
         position = self._position
         try:
@@ -246,6 +255,72 @@ class EngineIter(_BaseDataLoaderIter):
         self._pending[position] = index
         self._position = position + 1
         self._engine.submit(self._epoch, position, index)
+        return True
+
+    def _may_look_ahead(self) -> bool:
+        if foretells(self._index_sampler):
+            return True
+        log.warning(
+            "prefetch_next_epoch has no effect: the order that %s gives next may depend on the "
+            "trainer's random stream. Give it a generator of its own, or, if it draws from none, "
+            "let its class say draws_own_stream = True",
+            type(inner_sampler(self._index_sampler)).__name__,
+        )
+        return False
+
+    def _draw_ahead(self) -> bool:
+        """The same for the coming epoch, once this one has been drawn."""
+        loader = self._loader()
+        if loader is None or not self._engine.accepting:
+            return False
+        if self._ahead is None:
+            self._ahead = self._progress.coming = Ahead(loader, self._last_epochs)
+            self._engine.go_on_at(0)
+        ahead = self._ahead
+        if ahead.exhausted:
+            return False
+        position = ahead.position
+        try:
+            index = ahead.draw()
+        except StopIteration:
+            ahead.exhausted = True
+            return False
+        if self._stateful:
+            ahead.after[position] = sampler_states(self._stateful)
+        self._engine.suspect = True
+        ahead.pending[position] = index
+        ahead.position = position + 1
+        self._engine.submit(self._epoch + 1, position, index)
+        return True
+
+    def _adopt(self, loader: DataLoader[Any]) -> bool:
+        """Begin the epoch whose first batches are under way already; False if they don't fit."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return False
+        left = self._pending or self._held or (self._pinner is not None and self._pinner.pending)
+        sound = not (self._torn or self._engine.suspect or self._engine.failed)
+        if left or not sound or not ahead.is_right(loader):
+            ahead.take_back()
+            return False
+        self._last_epochs = self._progress.sampler_epochs
+        self._progress.next_epoch(ahead.start, epochs=sampler_epochs(loader))
+        for position, states in ahead.after.items():
+            self._progress.drew(position, states)
+        loader._progress = self._progress
+        self._held = self._progress.held
+        self._pending = ahead.pending
+        self._sampler_iter = ahead.drawing
+        self._draws = ahead.draws
+        self._position = ahead.position
+        self._exhausted = ahead.exhausted
+        self._already = frozenset()
+        self._pinning.clear()
+        self._epoch += 1
+        self._num_yielded = 0
+        for _ in range(self._loader_terms.window):
+            if not self._draw():
+                break
         return True
 
     def _skip_to(self, position: int) -> None:
@@ -316,6 +391,8 @@ class EngineIter(_BaseDataLoaderIter):
         if not self._pinner.pending:
             self._pin_one()
         while self._pinner.pending < AHEAD and self._engine.has_next():
+            if self._ahead is not None and not self._pending:
+                break
             self._pin_one()
         del self._pinning[: -self._pinner.pending]  # those that were handed out
         position, origin = self._pinning[0]
@@ -330,6 +407,8 @@ class EngineIter(_BaseDataLoaderIter):
         del self._pending[position]
 
     def _take_one(self) -> tuple[int, Any, Any]:
+        if self._ahead is not None and not self._pending:
+            raise StopIteration  # what is left belongs to the coming epoch
         taken = self._engine.take()
         position, batch = taken.position, taken.batch
         if isinstance(batch, Unsendable):
@@ -370,6 +449,10 @@ class EngineIter(_BaseDataLoaderIter):
             self._engine.new_epoch(self._shared_seed)
         for position, index in self._pending.items():
             self._engine.submit(self._epoch, position, index)
+        if self._ahead is not None:
+            self._engine.go_on_at(0)
+            for position, index in self._ahead.pending.items():
+                self._engine.submit(self._epoch + 1, position, index)
         self._torn = False
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
@@ -379,8 +462,12 @@ class EngineIter(_BaseDataLoaderIter):
             self._lock = threading.RLock()  # the old one may be held by a thread we don't have
             self._owner = os.getpid()
         with self._lock:
+            if not forked and self._adopt(loader):
+                return
+            self._ahead = None
             start = Start(loader)
             super()._reset(loader, first_iter)
+            self._last_epochs = self._progress.sampler_epochs
             self._progress.next_epoch(start)
             loader._progress = self._progress
             self._epoch += 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from stoker.loader.ahead import Ahead
 from stoker.loader.replay import Start
 from stoker.loader.state import LoaderState
 from stoker.loader.streams import Saved, read
@@ -52,6 +53,8 @@ class Progress:
         """The iterator's: by thread, a batch (position first) that the caller has not got yet."""
         self.dataset: Any = None
         """A map-style dataset with a state of its own."""
+        self.coming: Ahead | None = None
+        """What was drawn of the next epoch already."""
         self.turn = 0
         self.workers: dict[int, dict[str, Any]] = {}
         self.ended: dict[int, tuple[int, Saved]] = {}
@@ -75,8 +78,15 @@ class Progress:
             progress.draws = tuple(state.draws)
         return progress
 
-    def next_epoch(self, start: Start) -> None:
-        """The same workers begin another epoch."""
+    @property
+    def sampler_epochs(self) -> dict[str, int]:
+        """As the epoch under way found them."""
+        return self._begun.sampler_epochs
+
+    def next_epoch(self, start: Start, epochs: dict[str, int] | None = None) -> None:
+        """The same workers begin another epoch; ``epochs`` if samplers were told theirs since."""
+        if epochs is not None:
+            start.sampler_epochs = epochs
         self.workers = self._at_the_end()
         self._begun = start
         self._constant = None
@@ -87,6 +97,7 @@ class Progress:
         self.finished = False
         self.turn = 0
         self.held = {}
+        self.coming = None
         self._before = {}
         self._after = {}
         self._last = None

@@ -139,12 +139,8 @@ class Start:
         self._others: tuple[Any, Any] | None = None
         if not all(_is_torchs(sampler) for _, sampler in chain):
             self._others = (random.getstate(), np.random.get_state(legacy=True))
-        self._own = [(name, g, g.get_state()) for name, g in _own_generators(loader)]
-        self.sampler_epochs = {
-            name: sampler.epoch
-            for name, sampler in chain
-            if hasattr(sampler, "set_epoch") and isinstance(getattr(sampler, "epoch", None), int)
-        }
+        self.own = [(name, g, g.get_state()) for name, g in _own_generators(loader)]
+        self.sampler_epochs = sampler_epochs(loader)
         self.sampler_states = sampler_states(stateful_samplers(loader))
         self._words: dict[str, Any] | None = None
 
@@ -157,21 +153,26 @@ class Start:
                 words["python"] = _python_words(self._others[0])
                 words["numpy"] = _numpy_words(self._others[1])
             seen: dict[int, str] = {}
-            for name, generator, state in self._own:
+            for name, generator, state in self.own:
                 if id(generator) not in seen:
                     seen[id(generator)] = _torch_words(state)
                 words[name] = seen[id(generator)]
             self._words = words
         return self._words
 
-    def own_moved(self) -> bool:
-        """Has any generator of the loader's or its samplers' drawn since?"""
-        return any(not torch.equal(g.get_state(), state) for _, g, state in self._own)
-
     def put_own_back(self) -> None:
         """As if the sampler had not drawn since."""
-        for _, generator, state in self._own:
+        for _, generator, state in self.own:
             generator.set_state(state)
+
+
+def sampler_epochs(loader: DataLoader[Any]) -> dict[str, int]:
+    """Epochs of the samplers that are told theirs."""
+    return {
+        name: sampler.epoch
+        for name, sampler in samplers(loader)
+        if hasattr(sampler, "set_epoch") and isinstance(getattr(sampler, "epoch", None), int)
+    }
 
 
 def stateful_samplers(loader: DataLoader[Any]) -> list[tuple[str, Any]]:
