@@ -41,6 +41,8 @@ from stoker.loader.replay import (
     SAMPLER,
     SEED,
     Start,
+    Streams,
+    drawn_first,
     redraw,
     replaying,
     rewind,
@@ -183,8 +185,8 @@ class EngineIter(_BaseDataLoaderIter):
         self._already: frozenset[int] = frozenset()
         """Positions ahead that were delivered before a resume."""
         if resumed is not None:
+            _restore_dataset(loader, resumed)  # first: it may set a global generator
             _draw_again(self, loader, resumed, _DRAWS)
-            _restore_dataset(loader, resumed)
             self._epoch = resumed.epoch
             self._already = frozenset(resumed.beyond)
         lasting = self._persistent_workers or loader._actual_kind() == "thread"
@@ -294,15 +296,17 @@ class EngineIter(_BaseDataLoaderIter):
         return True
 
     def _adopt(self, loader: DataLoader[Any]) -> bool:
-        """Begin the epoch whose first batches are under way already; False if they don't fit."""
+        """Begin the epoch that was drawn already; False if drawing it now would give another."""
         ahead, self._ahead = self._ahead, None
         if ahead is None:
             return False
-        left = self._pending or self._held or (self._pinner is not None and self._pinner.pending)
-        sound = not (self._torn or self._engine.suspect or self._engine.failed)
-        if left or not sound or not ahead.is_right(loader):
+        if not ahead.is_right(loader):
             ahead.take_back()
             return False
+        left = bool(self._pending or self._held)
+        if self._pinner is not None:
+            left = left or self._pinner.pending > 0
+            self._pinner.clear()
         self._last_epochs = self._progress.sampler_epochs
         self._progress.next_epoch(ahead.start, epochs=sampler_epochs(loader))
         for position, states in ahead.after.items():
@@ -318,6 +322,12 @@ class EngineIter(_BaseDataLoaderIter):
         self._pinning.clear()
         self._epoch += 1
         self._num_yielded = 0
+        if self._torn or self._engine.suspect or self._engine.failed:
+            self._start_afresh()
+        elif left:  # the epoch before was left early: what it had under way goes first
+            self._engine.new_epoch(self._shared_seed)
+            for position, index in self._pending.items():
+                self._engine.submit(self._epoch, position, index)
         for _ in range(self._loader_terms.window):
             if not self._draw():
                 break
@@ -524,6 +534,10 @@ class MainIter(_SingleProcessDataLoaderIter):
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         resumed = loader._take_loaded()
+        # A dataset that restores its state may set a global generator: here that is the trainer's,
+        # and the dataset draws from it next, after what a new epoch draws.
+        if resumed is not None and resumed.fresh:
+            _restore_dataset(loader, resumed)
         start = Start(loader)
         self._position = 0
         self._already: frozenset[int] = frozenset()
@@ -543,22 +557,23 @@ class MainIter(_SingleProcessDataLoaderIter):
             self._streams = job.iterable and _keeps_a_state(self)
             if job.stands is not None and not self._streams:
                 self._go_on(job)
-        # A dataset that restores its state may set a global generator: here that is the trainer's.
+            then = Streams() if resumed is not None and not resumed.delivered else None
         if job.stands is not None and self._streams:
             self._go_on(job)
-        if resumed is not None:
+        if resumed is not None and not resumed.fresh:
             _restore_dataset(loader, resumed)
+        if then is not None and not job.iterable:
+            self._sampler_iter = drawn_first(self._sampler_iter, then)
+        if resumed is None and self._streams:
+            self._progress.begins(0, save(self._dataset, self._stream()))
 
     def _skip_delivered(self, resumed: LoaderState) -> None:
-        """Indices, not data; and one more, since most samplers draw when first asked."""
+        """Indices, not data."""
         self._position = resumed.delivered
         self._already = frozenset(resumed.beyond)
-        if resumed.sampler_states:
-            return  # it stands there already
-        for _ in itertools.islice(self._sampler_iter, resumed.delivered):
-            pass
-        first = list(itertools.islice(self._sampler_iter, 1))
-        self._sampler_iter = itertools.chain(first, self._sampler_iter)
+        if not resumed.sampler_states:  # else it stands there already
+            for _ in itertools.islice(self._sampler_iter, resumed.delivered):
+                pass
 
     def _go_on(self, job: Job) -> None:
         """Bring an iterable dataset to where it stood."""

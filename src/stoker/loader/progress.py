@@ -117,6 +117,11 @@ class Progress:
                 found[worker] = {"batches": 0, "state": state, "fresh": True}
         return found
 
+    def begins(self, worker: int, stand: Saved) -> None:
+        """Where a worker stands before its first batch."""
+        if isinstance(stand, bytes):
+            self.workers[worker] = {"batches": 0, "state": stand, "fresh": False}
+
     # ---- noted for every batch
 
     def mark(self, position: int, origin: Origin | None = None) -> None:

@@ -188,6 +188,32 @@ def sampler_states(stateful: list[tuple[str, Any]]) -> dict[str, Any]:
 # ---- drawing again
 
 
+class Streams:
+    """The three global generators at one moment."""
+
+    def __init__(self) -> None:
+        self._torch = torch.default_generator.get_state()
+        self._python = random.getstate()
+        self._numpy: Any = np.random.get_state(legacy=True)
+
+    def words(self) -> dict[str, Any]:
+        """As a state holds them."""
+        return {
+            "torch": _torch_words(self._torch),
+            "python": _python_words(self._python),
+            "numpy": _numpy_words(self._numpy),
+        }
+
+    def put_back(self, but: frozenset[str] = frozenset()) -> None:
+        """Set the generators to this moment, except those named."""
+        if "torch" not in but:
+            torch.default_generator.set_state(self._torch)
+        if "python" not in but:
+            random.setstate(self._python)
+        if "numpy" not in but:
+            np.random.set_state(self._numpy)
+
+
 @contextlib.contextmanager
 def replaying(state: LoaderState | None) -> Iterator[None]:
     """Inside, the global generators may be set as the state says; afterwards they are put back.
@@ -198,21 +224,31 @@ def replaying(state: LoaderState | None) -> Iterator[None]:
     if state is None:
         yield
         return
-    torch_before = torch.default_generator.get_state()
-    others_before: tuple[Any, Any] = (random.getstate(), np.random.get_state(legacy=True))
-    saved = state.generators
-    keep_torch = state.fresh and _torch_words(torch_before) == saved.get("torch")
-    keep_python = state.fresh and _python_words(others_before[0]) == saved.get("python")
-    keep_numpy = state.fresh and _numpy_words(others_before[1]) == saved.get("numpy")
+    before = Streams()
+    kept: frozenset[str] = frozenset()
+    if state.fresh:
+        saved = state.generators
+        kept = frozenset(name for name, words in before.words().items() if saved.get(name) == words)
     try:
         yield
     finally:
-        if not keep_torch:
-            torch.default_generator.set_state(torch_before)
-        if not keep_python:
-            random.setstate(others_before[0])
-        if not keep_numpy:
-            np.random.set_state(others_before[1])
+        before.put_back(kept)
+
+
+def drawn_first(drawing: Iterator[Any], then: Streams) -> Iterator[Any]:
+    """Have a sampler that was not asked yet make its first draws from the streams of ``then``.
+
+    Where they stand just so, it is left to draw when it is asked, and they move on with it.
+    """
+    now = Streams()
+    if now.words() == then.words():
+        return drawing
+    then.put_back()
+    try:
+        first = list(itertools.islice(drawing, 1))
+    finally:
+        now.put_back()
+    return itertools.chain(first, drawing)
 
 
 def rewind(loader: DataLoader[Any], state: LoaderState) -> None:
