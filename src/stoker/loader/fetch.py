@@ -129,6 +129,7 @@ class Fetcher:
         self._iterator = reopen(self._job.dataset, stand)
         self._note_stateful()
         if stand.state:
+            self._ended = bool(stand.state.get("ended")) and not stand.fresh
             return
         for number in range(stand.batches):
             try:
@@ -143,7 +144,9 @@ class Fetcher:
 
     def state(self) -> Saved:
         """Where an iterable dataset with a state of its own stands now."""
-        return save(self._job.dataset, self._iterator) if self._stateful else None
+        if not self._stateful:
+            return None
+        return save(self._job.dataset, self._iterator, self._ended)
 
     def fetch(self, index: Any, room: Room) -> object:
         """The batch for an index (or list of indices); raises StopIteration at the end."""

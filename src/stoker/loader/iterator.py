@@ -52,7 +52,7 @@ from stoker.loader.replay import (
 )
 from stoker.loader.state import LoaderState
 from stoker.loader.stats import Counters
-from stoker.loader.streams import Stand, is_stateful, save
+from stoker.loader.streams import Saved, Stand, is_stateful, save
 
 if TYPE_CHECKING:
     from stoker.loader.dataloader import DataLoader
@@ -565,7 +565,7 @@ class MainIter(_SingleProcessDataLoaderIter):
         if then is not None and not job.iterable:
             self._sampler_iter = drawn_first(self._sampler_iter, then)
         if resumed is None and self._streams:
-            self._progress.begins(0, save(self._dataset, self._stream()))
+            self._progress.begins(0, self._save())
 
     def _skip_delivered(self, resumed: LoaderState) -> None:
         """Indices, not data."""
@@ -628,7 +628,12 @@ class MainIter(_SingleProcessDataLoaderIter):
         """Of an iterable dataset: as if a worker had loaded the batch."""
         if not self._dataset_kind:
             return None
-        return 0, (save(self._dataset, self._stream()) if self._streams else None)
+        return 0, (self._save() if self._streams else None)
+
+    def _save(self) -> Saved:
+        fetcher = self._skipping
+        ended = self._dataset_fetcher.ended if fetcher is None else fetcher._ended
+        return save(self._dataset, self._stream(), bool(ended))
 
     def _stream(self) -> Any:
         fetcher = self._skipping

@@ -36,14 +36,19 @@ def is_stateful(thing: object) -> bool:
     )
 
 
-def save(dataset: Any, iterator: Any) -> Saved:
-    """The present state. A dataset that can't give one goes on delivering all the same."""
+def save(dataset: Any, iterator: Any, ended: bool) -> Saved:
+    """The present state. A dataset that can't give one goes on delivering all the same.
+
+    ``ended``: its end came within the last batch, and it may stand at its next beginning already.
+    """
     try:
-        parts = {}
+        parts: dict[str, Any] = {}
         if is_stateful(iterator):
             parts["iterator"] = iterator.state_dict()
         if iterator is not dataset and is_stateful(dataset):
             parts["dataset"] = dataset.state_dict()
+        if parts and ended:
+            parts["ended"] = True
         return pickle.dumps(parts, 5) if parts else None
     except Exception as error:  # noqa: BLE001 - reported to whoever asks for the loader's state
         return f"{type(error).__name__}: {error}"
