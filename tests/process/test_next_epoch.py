@@ -262,6 +262,28 @@ def test_a_sampler_that_needs_the_trainers_stream_is_left_alone(
     assert early(loader) == 0
 
 
+class Grudging(Sampler[int]):
+    """Refuses a third epoch."""
+
+    draws_own_stream = True
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.asked += 1
+        if self.asked > 3:  # torch asks twice for the first
+            raise ValueError("no more epochs")
+        return iter(range(SAMPLES))
+
+
+def test_a_sampler_that_fails_early_fails_in_its_own_epoch() -> None:
+    loader = build("sequential", sampler=Grudging(), prefetch_next_epoch=True)
+    assert [len(list(loader)), len(list(loader))] == [8, 8]
+    with pytest.raises(ValueError, match="no more epochs"):
+        list(loader)
+
+
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [

@@ -33,6 +33,7 @@ from torch.utils.data import (
 
 from stoker import DataLoader
 from stoker.errors import StateError
+from stoker.loader.engine import Engine
 from tests.process.datasets import Augmented, Failing, Numbers, Sleepy, Stream, raise_value_error
 from tests.process.epochs import flat, kill, numbers, same, wait_until_idle, worker_pids
 
@@ -509,6 +510,42 @@ def test_a_distributed_sampler_goes_on_in_its_epoch(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING, "stoker.loader"):
         assert indices(batches + resumed(other, state)) == whole
     assert "middle of epoch 5" in caplog.text
+
+
+def test_a_distributed_sampler_is_resumed_across_the_end_of_an_epoch() -> None:
+    loader = build("distributed", "process")
+    list(loader)
+    state = through_a_file(loader.state_dict())
+    for _ in range(2):
+        other = build("distributed", "process")
+        other.load_state_dict(state)
+        sampler: Any = other.sampler
+        sampler.set_epoch(1)
+        batches, middle = interrupted(other, 2)
+    sampler = (last := build("distributed", "process")).sampler
+    batches += resumed(last, middle)
+    assert sampler.epoch == 1
+    sampler.set_epoch(1)
+    assert indices(batches) == indices(list(last))
+
+
+def test_a_state_survives_an_iteration_that_could_not_begin() -> None:
+    seed_all(1)
+    batches, state = interrupted(build("shuffle", "process"), 3)
+    loader = build("shuffle", "process")
+    loader.load_state_dict(state)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "start", _fail)
+        with pytest.raises(OSError, match="no more"):
+            iter(loader)
+    assert loader.state_dict() == state
+    batches += list(loader)
+    seed_all(1)
+    assert same(batches, list(build("shuffle", "process")))
+
+
+def _fail(engine: Engine) -> None:
+    raise OSError("no more of these")
 
 
 # --- datasets with a state ----------------------------------------------------------------------

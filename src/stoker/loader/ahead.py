@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from stoker.loader.draws import Draws
-from stoker.loader.replay import Start, samplers
+from stoker.loader.replay import Start, sampler_epochs, samplers
 
 if TYPE_CHECKING:
     from stoker.loader.dataloader import DataLoader
@@ -28,6 +28,7 @@ class Ahead:
         self.position = 0
         self.pending: dict[int, Any] = {}
         self.exhausted = False
+        self.failed = False
         self.after: dict[int, dict[str, Any]] = {}
         """States of samplers that keep one, by position."""
         self._chain = list(samplers(loader))
@@ -35,11 +36,11 @@ class Ahead:
         self._left_at: list[torch.Tensor] = []
         self._samples = _samples(loader)
         # Who called set_epoch() with the next number so far will do so again.
-        now = self.start.sampler_epochs
-        self._expected = {
-            name: epoch + 1 if last_epochs.get(name) == epoch - 1 else epoch
-            for name, epoch in now.items()
-        }
+        self._expected = dict(self.start.sampler_epochs)
+        for name, sampler in self._chain:
+            if isinstance(sampler, DistributedSampler):
+                told = last_epochs.get(name) == sampler.epoch - 1
+                self._expected[name] = sampler.epoch + told
         self.drawing = iter(self.sampler)
         self.draws = Draws(self.sampler, self.drawing)
 
@@ -79,13 +80,10 @@ class Ahead:
         """Would drawing now, from where these draws began, give the same?"""
         chain = list(samplers(loader))
         return (
-            len(chain) == len(self._chain)
+            not self.failed
+            and len(chain) == len(self._chain)
             and all(a is b for (_, a), (_, b) in zip(chain, self._chain, strict=True))
-            and all(
-                sampler.epoch == self._expected[name]
-                for name, sampler in chain
-                if name in self._expected and isinstance(sampler, DistributedSampler)
-            )
+            and sampler_epochs(loader) == self._expected
             and _samples(loader) == self._samples
             and self.untouched()
         )

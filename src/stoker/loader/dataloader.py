@@ -244,10 +244,6 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             return self.dataset
         return None
 
-    def _take_loaded(self) -> LoaderState | None:
-        loaded, self._loaded = self._loaded, None
-        return loaded
-
     def _fits(self) -> dict[str, Any]:
         if self._dataset_kind == _DatasetKind.Map:
             return describe(self, None)

@@ -84,7 +84,7 @@ def _job_of(iterator: _BaseDataLoaderIter, loader: DataLoader[Any]) -> Job:
 def _draw_again(
     iterator: Any, loader: DataLoader[Any], resumed: LoaderState, natural: tuple[str, ...]
 ) -> None:
-    """Put sampler, seeds and a map-style dataset where a state says."""
+    """Put sampler and seeds where a state says."""
     rewind(loader, resumed)
     iterator._sampler_iter, seed = redraw(loader, resumed, natural)
     if resumed.base_seed is not None:
@@ -152,10 +152,11 @@ class EngineIter(_BaseDataLoaderIter):
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._shutdown = True  # until there is something to shut down: __del__ may come early
-        resumed = loader._take_loaded()
+        resumed = loader._loaded
         start = Start(loader)
         with replaying(resumed):
             self._begin(loader, resumed, start)
+        loader._loaded = None  # not before: what could not start can be tried again
 
     def _begin(self, loader: DataLoader[Any], resumed: LoaderState | None, start: Start) -> None:
         super().__init__(loader)
@@ -275,17 +276,23 @@ class EngineIter(_BaseDataLoaderIter):
         loader = self._loader()
         if loader is None or not self._engine.accepting:
             return False
-        if self._ahead is None:
-            self._ahead = self._progress.coming = Ahead(loader, self._last_epochs)
-            self._engine.go_on_at(0)
-        ahead = self._ahead
-        if ahead.exhausted:
-            return False
-        position = ahead.position
         try:
+            if self._ahead is None:
+                self._ahead = self._progress.coming = Ahead(loader, self._last_epochs)
+                self._engine.go_on_at(0)
+            ahead = self._ahead
+            if ahead.exhausted:
+                return False
+            position = ahead.position
             index = ahead.draw()
         except StopIteration:
             ahead.exhausted = True
+            return False
+        except Exception:
+            # It is no business of this epoch: the next one draws anew, and will raise.
+            if self._ahead is not None:
+                self._ahead.failed = True
+            self._looks_ahead = False
             return False
         if self._stateful:
             ahead.after[position] = sampler_states(self._stateful)
@@ -472,9 +479,11 @@ class EngineIter(_BaseDataLoaderIter):
             self._lock = threading.RLock()  # the old one may be held by a thread we don't have
             self._owner = os.getpid()
         with self._lock:
-            if not forked and self._adopt(loader):
+            if forked and self._ahead is not None:
+                self._ahead.take_back()
+                self._ahead = None
+            if self._adopt(loader):
                 return
-            self._ahead = None
             start = Start(loader)
             super()._reset(loader, first_iter)
             self._last_epochs = self._progress.sampler_epochs
@@ -533,7 +542,7 @@ class MainIter(_SingleProcessDataLoaderIter):
     """``num_workers=0``: torch's own iterator, with figures, ``on_error`` and a state."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        resumed = loader._take_loaded()
+        resumed = loader._loaded
         # A dataset that restores its state may set a global generator: here that is the trainer's,
         # and the dataset draws from it next, after what a new epoch draws.
         if resumed is not None and resumed.fresh:
@@ -566,6 +575,7 @@ class MainIter(_SingleProcessDataLoaderIter):
             self._sampler_iter = drawn_first(self._sampler_iter, then)
         if resumed is None and self._streams:
             self._progress.begins(0, self._save())
+        loader._loaded = None
 
     def _skip_delivered(self, resumed: LoaderState) -> None:
         """Indices, not data."""

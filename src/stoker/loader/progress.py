@@ -8,6 +8,7 @@ draw, load or restore.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 from stoker.loader.ahead import Ahead
@@ -68,6 +69,8 @@ class Progress:
         """Begin where a loaded state stands; its own start stays what it was."""
         progress = cls(state.fits, start, **facts)
         progress._begun = state
+        if state.fresh:  # samplers may have been told their epoch since
+            progress._begun = replace(state, sampler_epochs=start.sampler_epochs)
         progress.epoch = state.epoch
         progress.delivered = state.delivered
         progress.beyond = set(state.beyond)
