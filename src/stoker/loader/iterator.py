@@ -384,8 +384,7 @@ class EngineIter(_BaseDataLoaderIter):
     def _next_batch(self) -> Any:
         thread = threading.get_ident()
         while True:
-            held = self._held[thread] if thread in self._held else self._take(thread)
-            position, batch, origin = held
+            position, batch, origin = self._held.get(thread) or self._take(thread)
             self._draw()
             self._progress.mark(position, origin)
             if batch is Nothing:
@@ -427,10 +426,10 @@ class EngineIter(_BaseDataLoaderIter):
         if self._ahead is not None and not self._pending:
             raise StopIteration  # what is left belongs to the coming epoch
         taken = self._engine.take()
-        position, batch = taken.position, taken.batch
-        if isinstance(batch, Unsendable):
-            batch = self._load_here(position, batch)
-        return position, batch, taken.origin
+        if isinstance(taken.batch, Unsendable):
+            batch = self._load_here(taken.position, taken.batch)
+            return taken.position, batch, taken.origin
+        return taken
 
     def _load_here(self, position: int, unsendable: Unsendable) -> Any:
         """Load a batch that can't be sent between processes; slow, but training goes on."""
