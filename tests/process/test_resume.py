@@ -754,6 +754,16 @@ def test_a_state_of_another_loader_is_refused_at_once(misfit: str) -> None:
     assert other.state_dict()["fresh"]  # nothing was loaded
 
 
+def test_another_number_of_ranks_is_refused_unless_the_sampler_keeps_a_state() -> None:
+    _, state = interrupted(build("distributed", "main"), 2)
+    ranks: Any = DistributedSampler(range(SAMPLES), 3, 1)
+    with pytest.raises(StateError, match="over 2' and is"):
+        build("sequential", "main", sampler=ranks).load_state_dict(state)
+    _, state = interrupted(build("lazily reset", "main"), 2)
+    ranks = LazilyReset(range(SAMPLES), 2, 0)
+    assert len(resumed(build("sequential", "main", sampler=ranks), state)) == 3  # 15 - 6 samples
+
+
 def test_another_number_of_workers_is_refused_only_for_an_iterable_dataset() -> None:
     _, state = interrupted(stream_of("process", Restartable((3, 9))), 2)
     with pytest.raises(StateError, match="workers that share"):

@@ -110,7 +110,8 @@ def describe(loader: DataLoader[Any], streams: int | None) -> dict[str, Any]:
     names = []
     for _, sampler in samplers(loader):
         name = type(sampler).__name__
-        if isinstance(sampler, DistributedSampler):
+        # One that keeps a state judges by itself whether it fits another number of ranks.
+        if isinstance(sampler, DistributedSampler) and not is_stateful(sampler):
             name += f" over {sampler.num_replicas}"
         names.append(name)
     index_sampler = loader._index_sampler
