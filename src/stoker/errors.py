@@ -2,6 +2,7 @@
 
     StokerError
     ├── ConfigError            (also a ValueError)    an argument is not acceptable
+    ├── StateError             (also a ValueError)    a saved state can't be used, or not be saved
     └── WorkerError            (also a RuntimeError)  loading could not go on
         ├── WorkerDied         a batch has killed its workers
         ├── WorkerTimeout      no batch came within the user's `timeout`
@@ -54,6 +55,16 @@ class ConfigError(StokerError, ValueError):
         self.given = _shortened(repr(given))
         self.accepted = accepted
         super().__init__(f"{name}={self.given} is not acceptable; give {accepted}.")
+
+
+class StateError(StokerError, ValueError):
+    """A loader's state can't be loaded here, or can't be saved; `differences` says what differs."""
+
+    def __init__(
+        self, message: str = "", *, differences: dict[str, tuple[Any, Any]] | None = None
+    ) -> None:
+        self.differences = differences or {}
+        super().__init__(message)
 
 
 class WorkerError(StokerError, RuntimeError):

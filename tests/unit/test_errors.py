@@ -12,6 +12,7 @@ from stoker import errors
 EXAMPLES = [
     errors.StokerError("plain"),
     errors.ConfigError(name="memory", given=lambda: 0, accepted="a number of bytes"),
+    errors.StateError("it does not fit", differences={"samples": (1, 2)}),
     errors.WorkerDied(
         worker=3,
         pid=123,
@@ -106,6 +107,7 @@ def test_a_hint_of_the_callers_replaces_the_general_one() -> None:
 
 def test_they_are_also_what_torch_code_catches() -> None:
     assert issubclass(errors.ConfigError, ValueError)
+    assert issubclass(errors.StateError, ValueError)
     assert issubclass(errors.WorkerError, RuntimeError)
     for kind in (errors.WorkerDied, errors.WorkerTimeout, errors.WorkerLost):
         assert issubclass(kind, errors.WorkerError)

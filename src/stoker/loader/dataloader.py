@@ -6,6 +6,7 @@ chooses settings and builds; it moves no data.
 
 from __future__ import annotations
 
+import copy
 import multiprocessing
 import weakref
 from collections.abc import Callable, Iterable
@@ -15,17 +16,25 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.utils.data
 from torch.utils.data import Dataset, IterableDataset, Sampler
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
+from torch.utils.data.dataloader import (
+    _BaseDataLoaderIter,
+    _DatasetKind,
+    _MultiProcessingDataLoaderIter,
+)
 
-from stoker.errors import ConfigError
+from stoker.errors import ConfigError, StateError
 from stoker.loader.arena import Arena
 from stoker.loader.draws import draws_own_stream
-from stoker.loader.engine import Crew, Engine, Terms, plan_budget
+from stoker.loader.engine import Crew, Engine, Terms, log, plan_budget
 from stoker.loader.fetch import Job
 from stoker.loader.iterator import EngineIter, MainIter
 from stoker.loader.platform import FALLBACKS, missing, say_once
 from stoker.loader.pool import Pool
+from stoker.loader.progress import Progress
+from stoker.loader.replay import Start, describe
+from stoker.loader.state import LoaderState, adapt, check, parse
 from stoker.loader.stats import Counters, LoaderStats, Quantiles
+from stoker.loader.streams import is_stateful
 from stoker.loader.threads import ThreadCrew
 from stoker.machine.limits import default_workers, local_world_size, memory_room, usable_cpus
 from stoker.plan.knobs import Knobs
@@ -72,6 +81,12 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             and listed in ``stats()``; the batch is smaller, and left out if nothing remains. In
             distributed training ranks then see different numbers of samples (and, where whole
             batches fall away, of steps: use a join context or a fixed number of steps).
+        prefetch_next_epoch: prepare the first batches of the next epoch before the current one
+            ends (with ``persistent_workers``). Off by default: memory stays in use between epochs,
+            the sampler is drawn early, and changes to the dataset between epochs reach those
+            batches too late. Only for samplers whose next order does not depend on the trainer's
+            random stream: sequential, distributed, random with a generator of its own, or a class
+            with ``draws_own_stream = True``; with others it has no effect, and the log says so.
         name: shown in statistics and logs.
     """
 
@@ -99,6 +114,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         worker_kind: Literal["process", "thread"] = "process",
         share_batches: bool = False,
         on_error: Literal["raise", "skip"] = "raise",
+        prefetch_next_epoch: bool = False,
         name: str | None = None,
     ) -> None:
         _one_of("worker_kind", worker_kind, ("process", "thread"))
@@ -107,15 +123,20 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             _one_of("num_workers", num_workers, ("auto",), "an int")
         if share_batches:
             raise ConfigError(name="share_batches", given=share_batches, accepted="False for now")
+        if prefetch_next_epoch:
+            _check_prefetch(dataset, persistent_workers=persistent_workers, in_order=in_order)
         self._memory_bytes = None if memory is None else parse_bytes(memory, name="memory")
         self.memory = memory
         self.worker_kind = worker_kind
         self.share_batches = share_batches
         self.on_error = on_error
+        self.prefetch_next_epoch = prefetch_next_epoch
         self.name = name
         self._counted = prefetch_factor is not None
         self._counters = Counters()
         self._newest: weakref.ref[EngineIter] | None = None
+        self._progress: Progress | None = None
+        self._loaded: LoaderState | None = None
         if num_workers == "auto":
             num_workers = _auto_workers(dataset)
             if num_workers == 0:  # what needs workers was asked of a choice, not of a number
@@ -147,6 +168,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             return MainIter(self)
         self.check_worker_number_rationality()
         if self._actual_kind() == "torch":
+            self._progress = None
             return _MultiProcessingDataLoaderIter(self)
         settings = (self.num_workers, self._memory_bytes)
         iterator = EngineIter(self)
@@ -157,7 +179,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy counts for itself."""
-        return {**self.__dict__, "_counters": Counters(), "_newest": None}
+        return {**self.__dict__, "_counters": Counters(), "_newest": None, "_progress": None}
 
     def stats(self) -> LoaderStats:
         """What this loader does right now, and has done so far."""
@@ -208,6 +230,73 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         iterator = self._newest() if self._newest is not None else None
         return None if iterator is None or iterator._is_over() else iterator
 
+    # ---- resuming
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the newest iteration stands: plain data, to be saved with the model.
+
+        Costs microseconds in the middle of an epoch and draws from no generator. After the end
+        of an epoch, and before the first, it says how the next one begins.
+        """
+        if self._loaded is not None:
+            return self._loaded.as_dict()
+        progress = self._progress
+        if progress is not None and not progress.finished:
+            return progress.state()
+        if self._actual_kind() == "torch":
+            raise StateError(
+                "torch's own loader stands in for Stoker on this platform, and has no state. "
+                "Use num_workers=0, or save the state where Stoker loads."
+            )
+        coming = progress.coming if progress is not None else None
+        if coming is not None and coming.is_right(self):
+            start = coming.start
+        else:
+            start = Start(self)
+        fits, dataset = self._fits(), self._stateful_dataset()
+        saved = copy.deepcopy(dataset.state_dict()) if dataset is not None else None
+        if progress is not None:
+            return progress.fresh(start, fits, saved)
+        return LoaderState(
+            fits=fits,
+            generators=start.generators,
+            sampler_epochs=start.sampler_epochs,
+            sampler_states=start.sampler_states,
+            dataset=saved,
+        ).as_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any], *, strict: bool = True) -> None:
+        """Let the next ``iter()`` go on where a state stands: the same batches, none twice.
+
+        Any number and kind of workers will do (an iterable dataset must be shared by as many).
+        ``strict=False`` accepts a state from a loader of another shape and says in the log what
+        that means. An empty dict means: as if nothing had been loaded.
+        """
+        loaded = None
+        if state_dict != {}:
+            loaded = parse(state_dict)
+            fits = self._fits()
+            if strict:
+                check(loaded, fits)
+            else:
+                loaded, said = adapt(loaded, fits)
+                for words in said:
+                    log.warning("resuming from a state that does not fit: %s", words)
+        self._loaded = loaded
+        self._progress = None
+        self._iterator = None  # persistent workers stand elsewhere: new ones begin
+
+    def _stateful_dataset(self) -> Any:
+        """A map-style dataset that keeps a state, or None."""
+        if self._dataset_kind == _DatasetKind.Map and is_stateful(self.dataset):
+            return self.dataset
+        return None
+
+    def _fits(self) -> dict[str, Any]:
+        if self._dataset_kind == _DatasetKind.Map:
+            return describe(self, None)
+        return describe(self, 1 if self._actual_kind() == "thread" else max(1, self.num_workers))
+
     # ---- settings of one iterator
 
     def _actual_kind(self) -> Literal["main", "process", "thread", "torch"]:
@@ -257,6 +346,18 @@ def _one_of(name: str, given: object, accepted: tuple[str, ...], *more: str) -> 
     if given not in accepted:
         words = [f'"{value}"' for value in accepted] + list(more)
         raise ConfigError(name=name, given=given, accepted=" or ".join(words))
+
+
+def _check_prefetch(dataset: object, *, persistent_workers: bool, in_order: bool) -> None:
+    accepted = None
+    if isinstance(dataset, IterableDataset):
+        accepted = "False with an iterable dataset: its workers begin an epoch all at once"
+    elif not persistent_workers:
+        accepted = "False, or True together with persistent_workers=True"
+    elif not in_order:
+        accepted = "False, or True together with in_order=True"
+    if accepted is not None:
+        raise ConfigError(name="prefetch_next_epoch", given=True, accepted=accepted)
 
 
 def _auto_workers(dataset: object) -> int:

@@ -479,6 +479,12 @@ class Dispatch:
             state.exhausted = False
             state.proof = self._next_seq
 
+    def go_on_at(self, turn: int, exhausted: frozenset[int]) -> None:
+        """The next batch is this worker's (in turn); shares of some workers are over already."""
+        self._turn = turn
+        for worker in exhausted:
+            self.workers[worker].exhausted = True
+
     # ---- what happens to a batch
 
     def _spoke_of(self, worker: int, seq: int) -> Task | None:

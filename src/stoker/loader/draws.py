@@ -19,24 +19,39 @@ _STEADY = (SequentialSampler, DistributedSampler, _InfiniteConstantSampler)
 """Samplers that give the same indices when asked again in the same epoch."""
 
 
-def _inner(sampler: object) -> object:
+def inner_sampler(sampler: object) -> object:
     return sampler.sampler if type(sampler) is BatchSampler else sampler
 
 
 def draws_own_stream(sampler: object) -> bool:
     """Does drawing further ahead leave every stream that others see alone? True of torch's own."""
-    inner = _inner(sampler)
+    inner = inner_sampler(sampler)
     return type(inner) in _OWN_STREAM and getattr(inner, "generator", None) is None
 
 
-class Draws:
-    """One epoch of a sampler; ``drawing`` is its iterator, from which nothing was taken yet."""
+def foretells(sampler: object) -> bool:
+    """Does the order of the next epoch not depend on the trainer's random stream?
 
-    def __init__(self, sampler: Any, drawing: Iterator[Any]) -> None:
+    A sampler (or batch sampler) of another class says so by a class attribute,
+    ``draws_own_stream = True``: asked for an iterator at any time, it gives the next epoch's.
+    """
+    inner = inner_sampler(sampler)
+    if getattr(type(inner), "draws_own_stream", False) is True:
+        return True
+    if type(inner) is RandomSampler:
+        return inner.generator is not None
+    return type(inner) in (SequentialSampler, DistributedSampler)
+
+
+class Draws:
+    """One epoch of a sampler; ``drawing`` is its iterator."""
+
+    def __init__(self, sampler: Any, drawing: Iterator[Any], at: int = 0) -> None:
+        """``at``: the position of the first index that ``drawing`` gives."""
         self._sampler = sampler
         self._drawing = drawing
-        self._at = 0
-        inner = _inner(sampler)
+        self._at = at
+        inner = inner_sampler(sampler)
         self._steady = type(inner) in _STEADY
         self._generator: torch.Generator | None = None
         if type(inner) is RandomSampler and not inner.replacement:

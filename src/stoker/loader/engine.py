@@ -40,6 +40,7 @@ from stoker.loader.extents import Extent
 from stoker.loader.pool import Event, HostDied
 from stoker.loader.requests import Request
 from stoker.loader.stats import Counters
+from stoker.loader.streams import Saved
 from stoker.loader.wire import Kind
 from stoker.loader.worker import Report
 from stoker.machine.limits import memory_room, oom_kills
@@ -114,6 +115,8 @@ class Taken(NamedTuple):
 
     position: int
     batch: Any
+    origin: tuple[int, Saved] | None = None
+    """Of an iterable dataset: which worker loaded it, and where it stood then."""
 
 
 class Engine:
@@ -143,7 +146,7 @@ class Engine:
         self.widened = False
         """The window has grown: it can be filled, by who draws."""
         self._added: set[int] = set()
-        self._epoch: tuple[int, int | None] | None = None
+        self._epoch: tuple[int | None] | None = None
         self.suspect = False
         """An exception (Ctrl-C) came in the middle of a change of state: start afresh.
 
@@ -159,6 +162,11 @@ class Engine:
         self._opened_at = time.monotonic()
         self._fatal: WorkerError | ExceptionWrapper | None = None
         self._closed = False
+        # Of an iterable dataset, in this epoch:
+        self._origins: dict[int, tuple[int, Saved]] = {}  # by batch
+        self._finished: Counter[int] = Counter()  # batches by worker
+        self.ended: dict[int, tuple[int, Saved]] = {}
+        """By worker whose share is over: after how many batches, and where it stood then."""
 
     def start(self) -> None:
         """Start the workers."""
@@ -185,10 +193,10 @@ class Engine:
         """May another batch be submitted now?"""
         return self._dispatch.outstanding < self._terms.window and self._dispatch.any_active
 
-    def submit(self, position: int, payload: object) -> None:
-        """Queue a batch of indices; its random draws are those of its position."""
+    def submit(self, epoch: int, position: int, payload: object) -> None:
+        """Queue a batch of indices; its random draws are those of its epoch and position."""
         self.suspect = True
-        commands = self._dispatch.submit((position, payload))
+        commands = self._dispatch.submit((epoch, position, payload))
         if commands:
             self._act(commands)
         self.suspect = False
@@ -338,17 +346,24 @@ class Engine:
         """Is this the end: would every ``take`` raise?"""
         return self._fatal is not None
 
-    def new_epoch(self, epoch: int, shared_seed: int | None) -> None:
+    def new_epoch(self, shared_seed: int | None) -> None:
         """Forget what was not taken; the workers go on with the next epoch."""
         self.suspect = True
         self._collect()
         self._act(self._dispatch.abandon())
         for state in self._dispatch.workers:
             if not state.retired:  # one that is started later is told then
-                self._crew.send(state.id, Kind.EPOCH, epoch, shared_seed)
+                self._crew.send(state.id, Kind.EPOCH, shared_seed)
         self._dispatch.begin_epoch()
-        self._epoch = (epoch, shared_seed)
+        self._origins.clear()
+        self._finished.clear()
+        self.ended.clear()
+        self._epoch = (shared_seed,)
         self.suspect = False
+
+    def go_on_at(self, turn: int, exhausted: frozenset[int] = frozenset()) -> None:
+        """Before the first ``submit``: whose turn it is, and whose share is over already."""
+        self._dispatch.go_on_at(turn, exhausted)
 
     def close(self) -> None:
         """End workers and give back all memory that the caller does not hold."""
@@ -397,8 +412,7 @@ class Engine:
                 if type(command) is Assign:  # all but always
                     task = command.task
                     start, size = (0, 0) if task.asks else _place(task.extent)
-                    position, payload = _content(task)
-                    self._crew.send(command.worker, _TASK, task.seq, start, size, position, payload)
+                    self._crew.send(command.worker, _TASK, task.seq, start, size, *_content(task))
                 elif isinstance(command, Grant):
                     start, size = _place(command.task.extent)
                     self._crew.send(command.worker, Kind.GRANT, command.task.seq, start, size)
@@ -458,7 +472,10 @@ class Engine:
             self._note_private(worker, event.message[2])
             self._act(self._dispatch.sized(event.message[1]))
         elif kind == Kind.END:
-            self._act(self._dispatch.exhausted(worker, event.message[1]))
+            seq = event.message[1]
+            if seq in self._dispatch.tasks:  # else it is an answer to a batch that is void
+                self.ended.setdefault(worker, (self._finished[worker], event.message[2]))
+            self._act(self._dispatch.exhausted(worker, seq))
         elif kind == Kind.EXITED:
             self._on_death(worker, event.message[2], event.message[3])
         elif kind == Kind.BROKEN:
@@ -469,6 +486,9 @@ class Engine:
     def _on_done(self, worker: int, event: Event) -> None:
         _, seq, values = event.message
         report = Report._make(values)
+        if self._terms.iterable and seq in self._dispatch.tasks:
+            self._finished[worker] += 1
+            self._origins[seq] = (worker, report.stand)
         if report.private_bytes:
             self._note_private(worker, report.private_bytes)
         if report.looked_at_id:
@@ -622,13 +642,15 @@ class Engine:
             task.worker,
             pid,
             _process_state(pid),
-            _content(task)[1],
+            _content(task)[2],
         )
 
     # ---- delivery
 
     def _hand_over(self, delivery: Delivery) -> Taken:
-        return Taken(_content(delivery.task)[0], self._content_of(delivery))
+        task = delivery.task
+        origin = self._origins.pop(task.seq, None) if self._origins else None
+        return Taken(_content(task)[1], self._content_of(delivery), origin)
 
     def _content_of(self, delivery: Delivery) -> object:
         task = delivery.task
@@ -662,7 +684,7 @@ class Engine:
             counters.skip(index, error)
         extent = delivery.task.extent
         if report.unsendable and report.error is not None and not self._terms.iterable:
-            return Unsendable(_content(delivery.task)[1], report.error)
+            return Unsendable(_content(delivery.task)[2], report.error)
         if report.error is not None:
             return report.error
         if report.skeleton is None:
@@ -689,7 +711,7 @@ class Engine:
             f"{os.strerror(errno.EMFILE)}; raise the limit (ulimit -n) or give a larger memory=",
         )
         error = ExceptionWrapper((OSError, lost, None), where="while a batch was received")
-        return error if self._terms.iterable else Unsendable(_content(task)[1], error)
+        return error if self._terms.iterable else Unsendable(_content(task)[2], error)
 
     def _no_memory(self) -> Any:
         return self._arena.view(Extent(0, 0), 0)
@@ -706,7 +728,7 @@ class Engine:
     ) -> WorkerError:
         indices: Any = None
         if task is not None and not self._terms.iterable:
-            payload = _content(task)[1]
+            payload = _content(task)[2]
             indices = payload if isinstance(payload, (list, tuple)) else [payload]
         if timed_out:
             return WorkerTimeout(
@@ -731,11 +753,10 @@ class Engine:
         )
 
 
-def _content(task: Task) -> tuple[int, Any]:
-    """Position and indices of a batch, as submitted."""
+def _content(task: Task) -> tuple[int, int, Any]:
+    """Epoch, position and indices of a batch, as submitted."""
     assert isinstance(task.payload, tuple)
-    position, payload = task.payload
-    return position, payload
+    return task.payload
 
 
 def _could_not_start(cause: str) -> WorkerStartError:

@@ -22,6 +22,7 @@ from torch._utils import ExceptionWrapper
 
 from stoker.loader.collate import Collator
 from stoker.loader.room import Room
+from stoker.loader.streams import Saved, Stand, is_stateful, reopen, save
 
 _MASK64 = (1 << 64) - 1
 _BRISK_SECONDS = 20e-6
@@ -44,6 +45,8 @@ class Job:
     skip_errors: bool
     tight: bool
     """Memory is scarce: announce the size of the first sample, give freed memory back at once."""
+    stands: dict[int, Stand] | None = None
+    """From where each worker goes on with an iterable dataset, if not from its beginning."""
 
 
 def position_seed(base_seed: int, epoch: int, position: int) -> int:
@@ -95,7 +98,7 @@ def heap_room() -> Room:
 class Fetcher:
     """Runs the dataset for one batch at a time and notes what each sample cost."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, worker: int = 0) -> None:
         self._job = job
         self._collator = Collator(job.collate_fn, job.batched)
         self.announce: Callable[[Room], None] | None = None
@@ -103,12 +106,47 @@ class Fetcher:
         self.slowest: tuple[Any, float] | None = None
         self.fetch_seconds = 0.0
         self._brisk = False
-        self.restart()
+        stand = job.stands.get(worker) if job.stands is not None else None
+        if stand is None:
+            self.restart()
+        else:
+            self._go_on(stand)
 
     def restart(self) -> None:
         """Begin an epoch."""
         self._ended = False
         self._iterator = iter(self._job.dataset) if self._job.iterable else None
+        self._note_stateful()
+
+    def _note_stateful(self) -> None:
+        self._stateful = self._job.iterable and (
+            is_stateful(self._iterator) or is_stateful(self._job.dataset)
+        )
+
+    def _go_on(self, stand: Stand) -> None:
+        """Begin where an earlier run has stopped."""
+        self._ended = False
+        self._iterator = reopen(self._job.dataset, stand)
+        self._note_stateful()
+        if stand.state:
+            self._ended = bool(stand.state.get("ended")) and not stand.fresh
+            return
+        for number in range(stand.batches):
+            try:
+                self.fetch(stand.payload, heap_room())
+            except StopIteration:
+                raise RuntimeError(
+                    f"the iterable dataset ended after {number} batches while it was replayed to "
+                    f"resume after batch {stand.batches}: it is not the one that was saved"
+                ) from None
+            except Exception:  # the caller has seen it in its time
+                continue
+
+    def state(self) -> Saved:
+        """Where an iterable dataset with a state of its own stands now."""
+        if not self._stateful:
+            return None
+        return save(self._job.dataset, self._iterator, self._ended)
 
     def fetch(self, index: Any, room: Room) -> object:
         """The batch for an index (or list of indices); raises StopIteration at the end."""

@@ -7,10 +7,13 @@ Order of random draws, warnings and attribute names are torch's: clients depend 
 from __future__ import annotations
 
 import contextlib
+import copy
+import itertools
 import os
 import sys
 import threading
 import time
+import weakref
 from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,8 +23,9 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
 
 from stoker.errors import WorkerError
-from stoker.loader.datapipes import sharding_init_fn
-from stoker.loader.draws import Draws
+from stoker.loader.ahead import Ahead
+from stoker.loader.datapipes import apply_shared_seed, sharding_init_fn
+from stoker.loader.draws import Draws, foretells, inner_sampler
 from stoker.loader.engine import Engine, Nothing, Terms, Unsendable, log
 from stoker.loader.fetch import (
     Fetcher,
@@ -34,8 +38,24 @@ from stoker.loader.fetch import (
 )
 from stoker.loader.pin import AHEAD, Pinner
 from stoker.loader.pool import WorkerHandle
+from stoker.loader.progress import Progress
+from stoker.loader.replay import (
+    SAMPLER,
+    SEED,
+    Start,
+    Streams,
+    drawn_first,
+    redraw,
+    replaying,
+    rewind,
+    sampler_epochs,
+    sampler_states,
+    stateful_samplers,
+)
 from stoker.loader.requests import Request
+from stoker.loader.state import LoaderState
 from stoker.loader.stats import Counters
+from stoker.loader.streams import Saved, Stand, is_stateful, save
 from stoker.plan.knobs import Knobs
 
 if TYPE_CHECKING:
@@ -43,6 +63,8 @@ if TYPE_CHECKING:
 
 _PID_SECONDS = 10.0
 _ASK_AGAIN_SECONDS = 0.02
+_DRAWS = (SAMPLER, SEED, SAMPLER)
+_MAIN_DRAWS = (SAMPLER, SEED)
 
 
 def _job_of(iterator: _BaseDataLoaderIter, loader: DataLoader[Any]) -> Job:
@@ -64,6 +86,68 @@ def _job_of(iterator: _BaseDataLoaderIter, loader: DataLoader[Any]) -> Job:
     )
 
 
+def _draw_again(
+    iterator: Any, loader: DataLoader[Any], resumed: LoaderState, natural: tuple[str, ...]
+) -> None:
+    """Put sampler and seeds where a state says."""
+    rewind(loader, resumed)
+    iterator._sampler_iter, seed = redraw(loader, resumed, natural)
+    if resumed.base_seed is not None:
+        seed = resumed.base_seed
+    if seed is not None:
+        iterator._base_seed = seed
+    if resumed.shared_seed is not None:
+        iterator._shared_seed = resumed.shared_seed
+        apply_shared_seed(iterator._dataset, resumed.shared_seed)
+    iterator._num_yielded = resumed.delivered
+
+
+def _progress(
+    iterator: Any,
+    loader: DataLoader[Any],
+    resumed: LoaderState | None,
+    start: Start,
+    draws: tuple[str, ...],
+    *,
+    lasting: bool,
+) -> Progress:
+    facts: dict[str, Any] = {
+        "base_seed": int(iterator._base_seed),
+        "shared_seed": iterator._shared_seed,
+        "draws": draws,
+        "persistent": iterator._persistent_workers,
+        "lasting": lasting,
+    }
+    if resumed is not None:
+        progress = Progress.resumed(resumed, start, **facts)
+    else:
+        progress = Progress(loader._fits(), start, **facts)
+    progress.dataset = loader._stateful_dataset()
+    loader._progress = progress
+    return progress
+
+
+def _stands(sampler: Any, resumed: LoaderState) -> dict[int, Stand]:
+    """Where each worker goes on with an iterable dataset."""
+    payload = next(iter(sampler))
+    replayed = 0
+    stands = {}
+    for worker, found in resumed.workers.items():
+        over = bool(found.get("ended"))  # this epoch will not ask it, perhaps the next one
+        batches = 0 if over else found["batches"]
+        fresh = over or bool(found.get("fresh"))
+        stands[int(worker)] = Stand(batches, found["state"], fresh, payload)
+        if not found["state"]:
+            replayed += batches
+    if replayed:
+        log.warning(
+            "the iterable dataset and its iterator have no state_dict() and load_state_dict(): "
+            "%d batches are loaded again and dropped in order to resume",
+            replayed,
+        )
+    return stands
+
+
 class EngineIter(_BaseDataLoaderIter):
     """One pass (or, with persistent workers, several) over the dataset, by workers."""
 
@@ -74,12 +158,21 @@ class EngineIter(_BaseDataLoaderIter):
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._shutdown = True  # until there is something to shut down: __del__ may come early
+        resumed = loader._loaded
+        start = Start(loader)
+        with replaying(resumed):
+            self._begin(loader, resumed, start)
+        loader._loaded = None  # not before: what could not start can be tried again
+
+    def _begin(self, loader: DataLoader[Any], resumed: LoaderState | None, start: Start) -> None:
         super().__init__(loader)
         if loader.prefetch_factor is None or loader.prefetch_factor <= 0:
             raise AssertionError("prefetch_factor must be greater than 0 to load with workers")
         self._lock = threading.RLock()
         self._owner = os.getpid()
         self._pinner: Pinner | None = None
+        self._pinning: list[tuple[int, Any]] = []
+        """Position and origin of what the pinner has, oldest first."""
         self._epoch = 0
         self._position = 0
         self._pending: dict[int, Any] = {}
@@ -87,12 +180,32 @@ class EngineIter(_BaseDataLoaderIter):
         self._torn = False
         """``_start_afresh`` was begun and not finished."""
         self._held: dict[int, Any] = {}
-        """By thread, a batch between engine and caller: an interruption must not lose it."""
+        """By thread, a batch between engine and caller: an interruption must not lose it.
+
+        With its position and, of an iterable dataset, its origin.
+        """
         self._requests: deque[Request] = deque()
         self._resizing = threading.RLock()
         """Held by a thread that resizes by itself, and to shut down: __del__ runs beside it, as a
         weak reference still gives out an object whose __del__ runs."""
+        self._stateful = stateful_samplers(loader)
+        self._loader = weakref.ref(loader)
+        self._looks_ahead = loader.prefetch_next_epoch and self._may_look_ahead()
+        self._ahead: Ahead | None = None
+        self._last_epochs: dict[str, int] = {}
+        self._already: frozenset[int] = frozenset()
+        """Positions ahead that were delivered before a resume."""
+        if resumed is not None:
+            _restore_dataset(loader, resumed)  # first: it may set a global generator
+            _draw_again(self, loader, resumed, _DRAWS)
+            self._epoch = resumed.epoch
+            self._already = frozenset(resumed.beyond)
+        lasting = self._persistent_workers or loader._actual_kind() == "thread"
+        self._progress = _progress(self, loader, resumed, start, _DRAWS, lasting=lasting)
+        self._progress.held = self._held
         job = _job_of(self, loader)
+        if resumed is not None and job.iterable:
+            job = replace(job, stands=_stands(self._index_sampler, resumed))
         terms = loader._terms(job)
         self._job = replace(job, tight=terms.cautious)
         self._builder = loader._builder()
@@ -104,8 +217,12 @@ class EngineIter(_BaseDataLoaderIter):
                 self._pinner = Pinner(self._pin_memory_device)
             # As torch: with workers the sampler is asked for an iterator twice, and the first is
             # dropped. A sampler that draws when it is asked shows the difference.
-            super()._reset(loader, first_iter=True)
-            self._draw_first()
+            if resumed is None:
+                super()._reset(loader, first_iter=True)
+            self._progress.ended = self._engine.ended
+            if resumed is not None:
+                self._go_on(resumed)
+            self._draw_first(resumed)
         except BaseException:
             self._shutdown_workers()
             raise
@@ -117,8 +234,19 @@ class EngineIter(_BaseDataLoaderIter):
 
     # ---- drawing, on torch's schedule: a window at the start, then one a batch
 
-    def _draw_first(self) -> None:
-        self._draws = Draws(self._index_sampler, self._sampler_iter)
+    def _go_on(self, resumed: LoaderState) -> None:
+        over = [int(worker) for worker, found in resumed.workers.items() if found.get("ended")]
+        turn = resumed.turn if self._job.iterable else resumed.delivered
+        self._engine.go_on_at(turn, frozenset(over))
+
+    def _draw_first(self, resumed: LoaderState | None = None) -> None:
+        done = resumed.delivered if resumed is not None else 0
+        if resumed is not None and (self._job.iterable or resumed.sampler_states):
+            self._position = done  # the sampler stands there already
+            self._draws = Draws(self._index_sampler, self._sampler_iter, done)
+        else:
+            self._draws = Draws(self._index_sampler, self._sampler_iter)
+            self._skip_to(done)
         self._fill_window()
 
     def _fill_window(self) -> None:
@@ -127,19 +255,115 @@ class EngineIter(_BaseDataLoaderIter):
             pass
 
     def _draw(self) -> bool:
-        if self._exhausted or not self._engine.accepting:
+        if self._exhausted:
+            return self._looks_ahead and self._draw_ahead()
+        if not self._engine.accepting:
             return False
         position = self._position
         try:
             index = self._draws.draw(position)
+            if self._stateful:
+                self._progress.drew(position, sampler_states(self._stateful))
+            while position in self._already:
+                position = self._position = position + 1
+                index = self._draws.draw(position)
+                if self._stateful:
+                    self._progress.drew(position, sampler_states(self._stateful))
         except StopIteration:
             self._exhausted = True
             return False
         self._engine.suspect = True  # until it is submitted
         self._pending[position] = index
         self._position = position + 1
-        self._engine.submit(position, index)
+        self._engine.submit(self._epoch, position, index)
         return True
+
+    def _may_look_ahead(self) -> bool:
+        if foretells(self._index_sampler):
+            return True
+        log.warning(
+            "prefetch_next_epoch has no effect: the order that %s gives next may depend on the "
+            "trainer's random stream. Give it a generator of its own, or, if it draws from none, "
+            "let its class say draws_own_stream = True",
+            type(inner_sampler(self._index_sampler)).__name__,
+        )
+        return False
+
+    def _draw_ahead(self) -> bool:
+        """The same for the coming epoch, once this one has been drawn."""
+        loader = self._loader()
+        if loader is None or not self._engine.accepting:
+            return False
+        try:
+            if self._ahead is None:
+                self._ahead = self._progress.coming = Ahead(loader, self._last_epochs)
+                self._engine.go_on_at(0)
+            ahead = self._ahead
+            if ahead.exhausted:
+                return False
+            position = ahead.position
+            index = ahead.draw()
+        except StopIteration:
+            ahead.exhausted = True
+            return False
+        except Exception:
+            # It is no business of this epoch: the next one draws anew, and will raise.
+            if self._ahead is not None:
+                self._ahead.failed = True
+            self._looks_ahead = False
+            return False
+        if self._stateful:
+            ahead.after[position] = sampler_states(self._stateful)
+        self._engine.suspect = True
+        ahead.pending[position] = index
+        ahead.position = position + 1
+        self._engine.submit(self._epoch + 1, position, index)
+        return True
+
+    def _adopt(self, loader: DataLoader[Any]) -> bool:
+        """Begin the epoch that was drawn already; False if drawing it now would give another."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None:
+            return False
+        if not ahead.is_right(loader) or self._engine.wished is not None:
+            ahead.take_back()
+            return False
+        left = bool(self._pending or self._held)
+        if self._pinner is not None:
+            left = left or self._pinner.pending > 0
+            self._pinner.clear()
+        self._last_epochs = self._progress.sampler_epochs
+        self._progress.next_epoch(ahead.start, epochs=sampler_epochs(loader))
+        for position, states in ahead.after.items():
+            self._progress.drew(position, states)
+        loader._progress = self._progress
+        self._held = self._progress.held
+        self._pending = ahead.pending
+        self._sampler_iter = ahead.drawing
+        self._draws = ahead.draws
+        self._position = ahead.position
+        self._exhausted = ahead.exhausted
+        self._already = frozenset()
+        self._pinning.clear()
+        self._epoch += 1
+        self._num_yielded = 0
+        if self._torn or self._engine.suspect or self._engine.failed:
+            self._start_afresh()
+        elif left:  # the epoch before was left early: what it had under way goes first
+            self._engine.new_epoch(self._shared_seed)
+            for position, index in self._pending.items():
+                self._engine.submit(self._epoch, position, index)
+        self._fill_window()
+        return True
+
+    def _skip_to(self, position: int) -> None:
+        """Draw what was delivered before a resume: indices, not data."""
+        try:
+            for self._position in range(position):
+                self._draws.draw(self._position)
+        except StopIteration:
+            self._exhausted = True
+        self._position = position
 
     # ---- torch's interface
 
@@ -168,6 +392,7 @@ class EngineIter(_BaseDataLoaderIter):
                 return self._next_batch()
             except StopIteration:
                 pass
+            self._progress.finish()
             if not self._persistent_workers:
                 self._shutdown_workers()
             raise StopIteration
@@ -177,8 +402,9 @@ class EngineIter(_BaseDataLoaderIter):
         while True:
             if self._engine.widened:
                 self._fill_window()
-            batch = self._held[thread] if thread in self._held else self._take(thread)
+            position, batch, origin = self._held.get(thread) or self._take(thread)
             self._draw()
+            self._progress.mark(position, origin)
             if batch is Nothing:
                 del self._held[thread]
                 continue
@@ -191,30 +417,37 @@ class EngineIter(_BaseDataLoaderIter):
             self._builder.counters.delivered += 1
             return batch
 
-    def _take(self, thread: int) -> Any:
+    def _take(self, thread: int) -> tuple[int, Any, Any]:
         if self._pinner is None:
-            position, batch = self._take_one()
-            self._held[thread] = batch
-            del self._pending[position]
-            return batch
+            taken = self._held[thread] = self._take_one()
+            del self._pending[taken[0]]
+            return taken
         if not self._pinner.pending:
             self._pin_one()
         while self._pinner.pending < AHEAD and self._engine.has_next():
+            if self._ahead is not None and not self._pending:
+                break
             self._pin_one()
-        batch = self._held[thread] = self._pinner.get()
-        return batch
+        del self._pinning[: -self._pinner.pending]  # those that were handed out
+        position, origin = self._pinning[0]
+        taken = self._held[thread] = (position, self._pinner.get(), origin)
+        return taken
 
     def _pin_one(self) -> None:
         assert self._pinner is not None
-        position, batch = self._take_one()
+        position, batch, origin = self._take_one()
+        self._pinning.append((position, origin))
         self._pinner.put(batch)
         del self._pending[position]
 
-    def _take_one(self) -> tuple[int, Any]:
+    def _take_one(self) -> tuple[int, Any, Any]:
+        if self._ahead is not None and not self._pending:
+            raise StopIteration  # what is left belongs to the coming epoch
         taken = self._engine.take()
         if isinstance(taken.batch, Unsendable):
-            return taken.position, self._load_here(taken.position, taken.batch)
-        return taken.position, taken.batch
+            batch = self._load_here(taken.position, taken.batch)
+            return taken.position, batch, taken.origin
+        return taken
 
     def _load_here(self, position: int, unsendable: Unsendable) -> Any:
         """Load a batch that can't be sent between processes; slow, but training goes on."""
@@ -247,10 +480,15 @@ class EngineIter(_BaseDataLoaderIter):
         self._engine = self._build(former.terms if terms is None else terms)
         self._engine.wished = former.wished if terms is None else None
         self._engine.start()
+        self._progress.ended = self._engine.ended
         if self._epoch:
-            self._engine.new_epoch(self._epoch, self._shared_seed)
+            self._engine.new_epoch(self._shared_seed)
         for position, index in self._pending.items():
-            self._engine.submit(position, index)
+            self._engine.submit(self._epoch, position, index)
+        if self._ahead is not None:
+            self._engine.go_on_at(0)
+            for position, index in self._ahead.pending.items():
+                self._engine.submit(self._epoch + 1, position, index)
         self._torn = False
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
@@ -261,11 +499,22 @@ class EngineIter(_BaseDataLoaderIter):
             self._resizing = threading.RLock()
             self._owner = os.getpid()
         with self._lock:
+            if forked and self._ahead is not None:
+                self._ahead.take_back()
+                self._ahead = None
+            if self._adopt(loader):
+                return
+            start = Start(loader)
             super()._reset(loader, first_iter)
+            self._last_epochs = self._progress.sampler_epochs
+            self._progress.next_epoch(start)
+            loader._progress = self._progress
             self._epoch += 1
             self._position = 0
             self._pending = {}
-            self._held = {}
+            self._held = self._progress.held
+            self._already = frozenset()
+            self._pinning.clear()
             self._exhausted = False
             if self._pinner is not None:
                 self._pinner.clear()
@@ -277,7 +526,7 @@ class EngineIter(_BaseDataLoaderIter):
                 self._start_afresh(loader._terms(self._job))
             elif forked or self._torn or self._engine.suspect or self._engine.failed:
                 self._start_afresh()
-            self._engine.new_epoch(self._epoch, self._shared_seed)
+            self._engine.new_epoch(self._shared_seed)
             self._draw_first()
 
     def _is_over(self) -> bool:
@@ -351,26 +600,122 @@ class EngineIter(_BaseDataLoaderIter):
 
 
 class MainIter(_SingleProcessDataLoaderIter):
-    """``num_workers=0``: torch's own iterator, with figures and ``on_error``."""
+    """``num_workers=0``: torch's own iterator, with figures, ``on_error`` and a state."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        super().__init__(loader)
-        self._counters: Counters = loader._counters
-        self._skipping = Fetcher(_job_of(self, loader)) if loader.on_error == "skip" else None
+        resumed = loader._loaded
+        # A dataset that restores its state may set a global generator: here that is the trainer's,
+        # and the dataset draws from it next, after what a new epoch draws.
+        if resumed is not None and resumed.fresh:
+            _restore_dataset(loader, resumed)
+        start = Start(loader)
+        self._position = 0
+        self._already: frozenset[int] = frozenset()
+        with replaying(resumed):
+            super().__init__(loader)
+            self._counters: Counters = loader._counters
+            self._stateful = stateful_samplers(loader)
+            if resumed is not None:
+                _draw_again(self, loader, resumed, _MAIN_DRAWS)
+            self._progress = _progress(self, loader, resumed, start, _MAIN_DRAWS, lasting=True)
+            job = _job_of(self, loader)
+            if resumed is not None and job.iterable:
+                job = replace(job, stands=_stands(self._index_sampler, resumed))
+            elif resumed is not None:
+                self._skip_delivered(resumed)
+            self._skipping = Fetcher(job) if job.skip_errors else None
+            self._streams = job.iterable and _keeps_a_state(self)
+            if job.stands is not None and not self._streams:
+                self._go_on(job)
+            then = Streams() if resumed is not None and not resumed.delivered else None
+        if job.stands is not None and self._streams:
+            self._go_on(job)
+        if resumed is not None and not resumed.fresh:
+            _restore_dataset(loader, resumed)
+        if then is not None and not job.iterable:
+            self._sampler_iter = drawn_first(self._sampler_iter, then)
+        if resumed is None and self._streams:
+            self._progress.begins(0, self._save())
+        loader._loaded = None
+
+    def _skip_delivered(self, resumed: LoaderState) -> None:
+        """Indices, not data."""
+        self._position = resumed.delivered
+        self._already = frozenset(resumed.beyond)
+        if not resumed.sampler_states:  # else it stands there already
+            for _ in itertools.islice(self._sampler_iter, resumed.delivered):
+                pass
+
+    def _go_on(self, job: Job) -> None:
+        """Bring an iterable dataset to where it stood."""
+        assert job.stands is not None
+        self._position = self._progress.delivered
+        record = self._progress.workers.get(0, {})
+        if record.get("ended"):
+            self._sampler_iter = iter(())
+            self._progress.ended[0] = (0, record["state"])
+        if self._skipping is None and 0 in job.stands:
+            fetcher = Fetcher(replace(job, collate_fn=_as_is), 0)
+            self._dataset_fetcher.dataset_iter = fetcher._iterator
+            self._dataset_fetcher.ended = fetcher._ended
 
     def _next_data(self) -> Any:
         while True:
-            index = next(self._sampler_iter)
+            position, index = self._draw()
             began = time.perf_counter()
             try:
                 data = self._load(index)
             except NothingLeft:
+                self._progress.mark(position)
                 continue
+            except StopIteration:
+                self._end()
+                raise
+            except Exception:
+                self._progress.mark(position, self._origin())
+                raise
             took = time.perf_counter() - began
             self._counters.delivered += 1
             self._counters.wait_seconds += took
             self._counters.batch(took, 0.0)
+            self._progress.mark(position, self._origin())
             return self._pinned(data)
+
+    def _draw(self) -> tuple[int, Any]:
+        while True:
+            try:
+                index = next(self._sampler_iter)
+            except StopIteration:
+                self._end()
+                raise
+            position = self._position
+            self._position += 1
+            if self._stateful:
+                self._progress.drew(position, sampler_states(self._stateful))
+            if position not in self._already:
+                return position, index
+
+    def _origin(self) -> tuple[int, Any] | None:
+        """Of an iterable dataset: as if a worker had loaded the batch."""
+        if not self._dataset_kind:
+            return None
+        return 0, (self._save() if self._streams else None)
+
+    def _save(self) -> Saved:
+        fetcher = self._skipping
+        ended = self._dataset_fetcher.ended if fetcher is None else fetcher._ended
+        return save(self._dataset, self._stream(), bool(ended))
+
+    def _stream(self) -> Any:
+        fetcher = self._skipping
+        return self._dataset_fetcher.dataset_iter if fetcher is None else fetcher._iterator
+
+    def _end(self) -> None:
+        progress = self._progress
+        progress.finish()
+        origin = self._origin()
+        if origin is not None and 0 not in progress.ended:
+            progress.ended[0] = (progress.loaded(0), origin[1])
 
     def _load(self, index: Any) -> Any:
         if self._skipping is None:
@@ -387,3 +732,17 @@ class MainIter(_SingleProcessDataLoaderIter):
         from torch.utils.data._utils.pin_memory import pin_memory
 
         return pin_memory(data, self._pin_memory_device)
+
+
+def _keeps_a_state(iterator: MainIter) -> bool:
+    return is_stateful(iterator._dataset) or is_stateful(iterator._stream())
+
+
+def _as_is(samples: Any) -> Any:
+    return samples
+
+
+def _restore_dataset(loader: DataLoader[Any], resumed: LoaderState) -> None:
+    """Of a map-style dataset that has a state; iterable ones are restored where they are read."""
+    if resumed.dataset is not None and is_stateful(loader.dataset):
+        loader.dataset.load_state_dict(copy.deepcopy(resumed.dataset))  # type: ignore[attr-defined]

@@ -81,11 +81,11 @@ class ProcessWorker(Worker):
             _keep_freed_memory()
         return job
 
-    def begin_batch(self, position: int) -> None:
+    def begin_batch(self, epoch: int, position: int) -> None:
         """Seed by position, unless the user's init function or the stream itself is in charge."""
         job = self.job
         if not job.iterable and job.worker_init_fn is None:
-            seed_everything(position_seed(job.base_seed, self.epoch, position))
+            seed_everything(position_seed(job.base_seed, epoch, position))
 
     def begin_epoch(self, shared_seed: int | None) -> None:
         """Let DataPipes shuffle alike."""

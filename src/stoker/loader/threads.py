@@ -135,7 +135,7 @@ class ThreadWorker(Worker):
         """Let it go."""
         self._own = None
 
-    def begin_batch(self, position: int) -> None:
+    def begin_batch(self, epoch: int, position: int) -> None:
         """The global generators belong to everybody: they are left alone."""
 
     def begin_epoch(self, shared_seed: int | None) -> None:

@@ -32,16 +32,16 @@ class Kind(IntEnum):
     """First item of every message."""
 
     # trainer -> worker
-    TASK = 1  # seq, extent start (-1: own memory), size, position, payload
+    TASK = 1  # seq, extent start (-1: own memory), size, epoch, position, payload
     GRANT = 2  # seq, extent start, size
-    EPOCH = 3  # epoch number, shared seed: start over (persistent workers)
+    EPOCH = 3  # shared seed: start over (persistent workers)
     EXIT = 4
     # worker -> trainer
     READY = 10
     DONE = 11  # seq, the values of a Report
     NEED = 12  # seq, bytes
     SIZED = 13  # bytes a batch will take, private bytes
-    END = 14  # seq: this worker's share of an iterable dataset is over
+    END = 14  # seq, stand: this worker's share of an iterable dataset is over
     # trainer -> zygote
     ARENA = 20  # bytes, + descriptor
     SPAWN = 21  # worker id, + descriptor of its socket

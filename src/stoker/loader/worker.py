@@ -19,6 +19,7 @@ from stoker.loader.arena import Bytes
 from stoker.loader.codec import encode
 from stoker.loader.fetch import Fetcher, Job, NothingLeft, wrap_exception
 from stoker.loader.room import Room
+from stoker.loader.streams import Saved
 from stoker.loader.wire import Kind
 
 _PRIVATE_EVERY_SECONDS = 0.25
@@ -41,11 +42,13 @@ class Report(NamedTuple):
     skips: tuple[tuple[Any, str], ...]
     private_bytes: int
     looked_at_id: bool
+    stand: Saved
+    """Where an iterable dataset stands after this batch, if it keeps a state."""
 
 
 def failure(error: ExceptionWrapper) -> Report:
     """A batch that was not even begun."""
-    return Report(0, None, error, False, 0.0, 0.0, None, (), 0, False)
+    return Report(0, None, error, False, 0.0, 0.0, None, (), 0, False, None)
 
 
 class Worker(ABC):
@@ -54,7 +57,6 @@ class Worker(ABC):
     def __init__(self, worker_id: int, label: str, arena: Bytes) -> None:
         self.id = worker_id
         self.label = label
-        self.epoch = 0
         self.job: Job
         self._arena = arena
         self._tasks: deque[tuple[Any, ...]] = deque()
@@ -91,8 +93,8 @@ class Worker(ABC):
         """Forget memory of one's own: the batch does not need it."""
 
     @abstractmethod
-    def begin_batch(self, position: int) -> None:
-        """Seed what the batch at this position may draw from."""
+    def begin_batch(self, epoch: int, position: int) -> None:
+        """Seed what the batch at this position of this epoch may draw from."""
 
     @abstractmethod
     def begin_epoch(self, shared_seed: int | None) -> None:
@@ -113,7 +115,7 @@ class Worker(ABC):
         fetcher: Fetcher | None = None
         try:
             self.job = self.introduce()
-            fetcher = Fetcher(self.job)
+            fetcher = Fetcher(self.job, self.id)
             if self.job.tight:
                 fetcher.announce = self._announce
         except Exception as error:
@@ -130,9 +132,8 @@ class Worker(ABC):
                     self._serve(fetcher, message)
                 del message
             elif kind == Kind.EPOCH:
-                self.epoch = message[1]
                 if fetcher is not None:
-                    self._new_epoch(fetcher, message[2])
+                    self._new_epoch(fetcher, message[1])
             elif kind == Kind.EXIT:
                 return
 
@@ -145,7 +146,7 @@ class Worker(ABC):
             self._broken = wrap_exception(error, self.label)
 
     def _serve(self, fetcher: Fetcher, task: tuple[Any, ...]) -> None:
-        _, seq, start, size, position, index = task
+        _, seq, start, size, epoch, position, index = task
         self._seq = seq
         self._own_only = start < 0
         room = Room(
@@ -156,7 +157,7 @@ class Worker(ABC):
         error: ExceptionWrapper | None = None
         fetched = False
         try:
-            self.begin_batch(position)
+            self.begin_batch(epoch, position)
             batch = fetcher.fetch(index, room)
             fetched = True
             skeleton = encode(batch, room)
@@ -166,7 +167,7 @@ class Worker(ABC):
         except StopIteration as stop:
             if self.job.iterable:
                 self.drop_own()
-                self.send(Kind.END, seq)
+                self.send(Kind.END, seq, fetcher.state())
                 return
             error = wrap_exception(stop, self.label)
         except Exception as raised:
@@ -187,6 +188,7 @@ class Worker(ABC):
                 skips=tuple(fetcher.skips),
                 private_bytes=self._private_now_and_then(),
                 looked_at_id=self.looked_at_id(),
+                stand=fetcher.state(),
             ),
         )
 
