@@ -29,6 +29,7 @@ from stoker.loader.stats import Counters, LoaderStats, Quantiles
 from stoker.loader.threads import ThreadCrew
 from stoker.machine.limits import default_workers, local_world_size, memory_room, usable_cpus
 from stoker.plan.knobs import Knobs
+from stoker.timeline import Span
 from stoker.units import parse_bytes
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -208,6 +209,14 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         iterator = self._newest() if self._newest is not None else None
         return None if iterator is None or iterator._is_over() else iterator
 
+    def timeline(self, since_ns: int = 0) -> list[Span]:
+        """What this loader and its workers did lately: the recent spans, oldest news first.
+
+        Always recorded, for about the last thousand batches; safe to call from any thread.
+        ``since_ns``: only what ended at or after this time of ``time.monotonic_ns()``.
+        """
+        return self._counters.timeline.spans(since_ns)
+
     # ---- settings of one iterator
 
     def _actual_kind(self) -> Literal["main", "process", "thread", "torch"]:
@@ -295,6 +304,7 @@ def _snapshot(loader: DataLoader[Any], engine: Engine | None) -> LoaderStats:
         fetch_seconds=Quantiles.of(list(counters.fetch)),
         collate_seconds=Quantiles.of(list(counters.collate)),
         slowest=tuple(counters.slowest()),
+        early_batches=counters.early_batches,
         deaths=counters.deaths,
         skipped=counters.skipped,
         skips=tuple(counters.skips),

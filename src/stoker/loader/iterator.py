@@ -21,7 +21,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataL
 
 from stoker.errors import WorkerError
 from stoker.loader.datapipes import sharding_init_fn
-from stoker.loader.draws import Draws
+from stoker.loader.draws import Draws, draws_own_stream
 from stoker.loader.engine import Engine, Nothing, Terms, Unsendable, log
 from stoker.loader.fetch import (
     Fetcher,
@@ -32,11 +32,13 @@ from stoker.loader.fetch import (
     position_seed,
     wrap_exception,
 )
+from stoker.loader.lookahead import REACH, LookAhead
 from stoker.loader.pin import AHEAD, Pinner
 from stoker.loader.pool import WorkerHandle
 from stoker.loader.requests import Request
 from stoker.loader.stats import Counters
 from stoker.plan.knobs import Knobs
+from stoker.timeline import TRAINER
 
 if TYPE_CHECKING:
     from stoker.loader.dataloader import DataLoader
@@ -96,6 +98,8 @@ class EngineIter(_BaseDataLoaderIter):
         terms = loader._terms(job)
         self._job = replace(job, tight=terms.cautious)
         self._builder = loader._builder()
+        self._known_slow = self._builder.counters.costs.known
+        self._any_early = False
         self._engine = self._build(terms)
         self._shutdown = False
         try:
@@ -118,7 +122,9 @@ class EngineIter(_BaseDataLoaderIter):
     # ---- drawing, on torch's schedule: a window at the start, then one a batch
 
     def _draw_first(self) -> None:
-        self._draws = Draws(self._index_sampler, self._sampler_iter)
+        draws = Draws(self._index_sampler, self._sampler_iter)
+        reach = REACH if draws_own_stream(self._index_sampler) else 0
+        self._look = LookAhead(draws.draw, self._builder.counters.costs, reach)
         self._fill_window()
 
     def _fill_window(self) -> None:
@@ -130,8 +136,13 @@ class EngineIter(_BaseDataLoaderIter):
         if self._exhausted or not self._engine.accepting:
             return False
         position = self._position
+        if self._any_early:
+            while position in self._pending:  # what was started early is passed over
+                position += 1
+        if self._known_slow and self._draw_early(position):
+            return True
         try:
-            index = self._draws.draw(position)
+            index = self._look.index(position)
         except StopIteration:
             self._exhausted = True
             return False
@@ -139,6 +150,19 @@ class EngineIter(_BaseDataLoaderIter):
         self._pending[position] = index
         self._position = position + 1
         self._engine.submit(position, index)
+        return True
+
+    def _draw_early(self, position: int) -> bool:
+        """Submit a batch that is known to be slow before the next in line, if it is time."""
+        engine = self._engine
+        room = engine.early_room and not engine.headless
+        found = self._look.slow_one(position, self._pending, time.monotonic(), room=room)
+        if found is None:
+            return False
+        early, index = found
+        engine.suspect = self._any_early = True  # suspect until it is submitted
+        self._pending[early] = index
+        engine.submit(early, index, early - position)
         return True
 
     # ---- torch's interface
@@ -194,7 +218,9 @@ class EngineIter(_BaseDataLoaderIter):
     def _take(self, thread: int) -> Any:
         if self._pinner is None:
             position, batch = self._take_one()
-            self._held[thread] = batch
+            self._held[thread] = batch  # from here on no call: see __next__
+            if position >= self._position:  # started early: it must not be drawn again
+                self._position = position + 1
             del self._pending[position]
             return batch
         if not self._pinner.pending:
@@ -208,9 +234,13 @@ class EngineIter(_BaseDataLoaderIter):
         assert self._pinner is not None
         position, batch = self._take_one()
         self._pinner.put(batch)
+        if position >= self._position:
+            self._position = position + 1
         del self._pending[position]
 
     def _take_one(self) -> tuple[int, Any]:
+        if self._any_early and self._engine.headless:
+            self._draw()
         taken = self._engine.take()
         if isinstance(taken.batch, Unsendable):
             return taken.position, self._load_here(taken.position, taken.batch)
@@ -249,8 +279,11 @@ class EngineIter(_BaseDataLoaderIter):
         self._engine.start()
         if self._epoch:
             self._engine.new_epoch(self._epoch, self._shared_seed)
-        for position, index in self._pending.items():
-            self._engine.submit(position, index)
+        line = self._position
+        for position, index in sorted(self._pending.items()):
+            self._engine.submit(position, index, max(0, position - line))
+            if position == line:
+                line += 1
         self._torn = False
 
     def _reset(self, loader: DataLoader[Any], first_iter: bool = False) -> None:
@@ -361,12 +394,14 @@ class MainIter(_SingleProcessDataLoaderIter):
     def _next_data(self) -> Any:
         while True:
             index = next(self._sampler_iter)
-            began = time.perf_counter()
+            began_ns = time.monotonic_ns()
             try:
                 data = self._load(index)
             except NothingLeft:
                 continue
-            took = time.perf_counter() - began
+            ended_ns = time.monotonic_ns()
+            took = (ended_ns - began_ns) / 1e9
+            self._counters.timeline.add("fetch", TRAINER, self._num_yielded, began_ns, ended_ns)
             self._counters.delivered += 1
             self._counters.wait_seconds += took
             self._counters.batch(took, 0.0)
