@@ -16,12 +16,14 @@ from typing import Any
 
 TITLES = {
     "torch": "torch",
+    "torch_unordered": "torch, in_order=False",
     "stoker": "Stoker",
     "stoker_bounded": 'Stoker, memory="400MB"',
     "spdl": "SPDL threads",
 }
 MODULES = {
     "torch": "torch",
+    "torch_unordered": "torch",
     "stoker": "stoker",
     "stoker_bounded": "stoker",
     "spdl": "spdl.pipeline",
@@ -39,6 +41,7 @@ class LoaderSpec:
     collate_fn: Callable[[list[Any]], Any] | None = None
     start_method: str | None = None
     memory: str | None = None
+    shuffle: bool = False
 
 
 def missing(contender: str) -> str:
@@ -63,11 +66,12 @@ def load_library(contender: str) -> None:
 
 def make_loader(contender: str, spec: LoaderSpec) -> Any:
     """An iterable over the batches of `spec`, through one contender."""
-    if contender == "torch":
+    if contender in ("torch", "torch_unordered"):
         from torch.utils.data import DataLoader
 
         make: Any = DataLoader
-        return make(spec.dataset, **_torch_arguments(spec))
+        in_order = contender == "torch"
+        return make(spec.dataset, **_torch_arguments(spec), in_order=in_order)
     if contender == "stoker":
         import stoker
 
@@ -88,6 +92,7 @@ def _torch_arguments(spec: LoaderSpec) -> dict[str, Any]:
         "prefetch_factor": spec.prefetch,
         "collate_fn": spec.collate_fn,
         "multiprocessing_context": spec.start_method,
+        "shuffle": spec.shuffle,
     }
 
 

@@ -40,7 +40,8 @@ class Grid:
 
 def grids(record: Record) -> list[Grid]:
     """Every table that the record has content for."""
-    found = [_throughput(record), _memory(record), _waits(record), _trainer(record)]
+    found = [_throughput(record), _known_slow(record), _memory(record), _waits(record)]
+    found.append(_trainer(record))
     return [grid for grid in found if grid.rows] + [_targets(record)]
 
 
@@ -66,6 +67,17 @@ def _throughput(record: Record) -> Grid:
         cells += [_ratio(row_of(case, who, "read")) for who in ("stoker", "spdl")]
         cells += [_ratio(row_of(case, "stoker", variant)) for variant in ("copy", "beginning")]
         grid.rows.append([case["title"], *cells])
+    return grid
+
+
+def _known_slow(record: Record) -> Grid:
+    grid = Grid("", ["loader", "time lost, first epoch", "time lost, second epoch"])
+    for case in cases_of(record, "known_slow"):
+        grid.title = case["title"]
+        for who in ("torch", "torch_unordered", "stoker"):
+            rows = [row_of(case, who, f"epoch {number}") for number in (1, 2)]
+            if any(rows):
+                grid.rows.append([TITLES[who], *map(_value, rows)])
     return grid
 
 

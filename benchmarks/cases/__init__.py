@@ -17,11 +17,13 @@ NAMES = (
     "custom_collate",
     "jpeg",
     "outliers",
+    "known_slow",
     "memory",
     "first_batch_fork",
     "first_batch_spawn",
     "first_batch_forkserver",
     "trainer_cost",
+    "timeline_cost",
 )
 
 

@@ -99,6 +99,7 @@ def epoch(disturbed):
     loader = DataLoader(
         Augmented(1200, width=2000), batch_size=4, shuffle=True, num_workers=2, {more}
     )
+    loader._counters.costs.note([], [(index, 60.0) for index in {known}])
     iterator = iter(loader)
     found = []
     sent = []
@@ -134,6 +135,7 @@ def epoch(disturbed):
     if disturbed:
         disturber.join()
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert bool(loader.stats().early_batches) == bool({known})
     return [(index.tolist(), total) for index, total in found], len(sent)
 
 expected, _ = epoch(False)
@@ -146,10 +148,13 @@ print("right", sent)
 """
 
 
+@pytest.mark.parametrize("known", ["range(0)", "range(0, 1200, 31)"], ids=["in turn", "early"])
 @pytest.mark.parametrize("seed", range(2))
-def test_after_ctrl_c_the_same_iterator_goes_on_with_the_right_batches(seed: int) -> None:
+def test_after_ctrl_c_the_same_iterator_goes_on_with_the_right_batches(
+    seed: int, known: str
+) -> None:
     more = "memory='1MB'" if seed % 2 else ""
-    with running(GOES_ON.format(seed=seed, more=more)) as script:
+    with running(GOES_ON.format(seed=seed, more=more, known=known)) as script:
         script.wait_for("right")
         assert script.end(10) == 0, script.errors
 

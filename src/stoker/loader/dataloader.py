@@ -38,6 +38,7 @@ from stoker.loader.streams import is_stateful
 from stoker.loader.threads import ThreadCrew
 from stoker.machine.limits import default_workers, local_world_size, memory_room, usable_cpus
 from stoker.plan.knobs import Knobs
+from stoker.timeline import Span
 from stoker.units import parse_bytes
 
 _T_co = TypeVar("_T_co", covariant=True)
@@ -297,6 +298,14 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             return describe(self, None)
         return describe(self, 1 if self._actual_kind() == "thread" else max(1, self.num_workers))
 
+    def timeline(self, since_ns: int = 0) -> list[Span]:
+        """What this loader and its workers did lately: the recent spans, oldest news first.
+
+        Always recorded, for about the last thousand batches; safe to call from any thread.
+        ``since_ns``: only what ended at or after this time of ``time.monotonic_ns()``.
+        """
+        return self._counters.timeline.spans(since_ns)
+
     # ---- settings of one iterator
 
     def _actual_kind(self) -> Literal["main", "process", "thread", "torch"]:
@@ -396,6 +405,7 @@ def _snapshot(loader: DataLoader[Any], engine: Engine | None) -> LoaderStats:
         fetch_seconds=Quantiles.of(list(counters.fetch)),
         collate_seconds=Quantiles.of(list(counters.collate)),
         slowest=tuple(counters.slowest()),
+        early_batches=counters.early_batches,
         deaths=counters.deaths,
         skipped=counters.skipped,
         skips=tuple(counters.skips),

@@ -28,6 +28,12 @@ and retires; one that is wanted again before that simply stays, one that is want
 to exit is started anew once it is gone. A smaller budget binds every new grant at once; what was
 taken before stays until it is let go, and what becomes free beyond the bound is given back.
 
+Known slow ones start early. A batch may be submitted out of its turn, numbered by its place: it
+is given to a worker at once, and what it fills is kept until its turn comes. The caller never
+waits for one of these (``head_task`` does not know them before their turn), so they have no
+rights of a head. They may take up half of the workers, a quarter of the window and a quarter of the
+budget (``early_room``); thrift counts the others only.
+
 Who may write. An extent stays reserved until the worker it was given to has finished the batch,
 never read it (recalled) or is dead: also when the batch was abandoned meanwhile.
 """
@@ -176,6 +182,10 @@ class _Worker:
     queue: deque[Task] = field(default_factory=deque)
 
 
+def _load(worker: _Worker) -> int:
+    return len(worker.queue) + (not worker.ready)
+
+
 class Dispatch:
     """The state machine. Every event method returns the commands it leads to."""
 
@@ -214,10 +224,12 @@ class Dispatch:
         self._leaving: list[_Worker] = []  # beyond the active limit, with batches to finish
         self._reserve = 0
         self._varied = False
-        self._next_seq = 0
+        self._next_seq = 0  # of the next batch in line
+        self._early: set[int] = set()  # numbers given out beyond it
         self._oldest = 0  # no batch before this number is outstanding
         self._turn = 0
         self._depth = max(1, -(-window // max(1, workers)))
+        self._window = window
         self._ahead = window if ahead is None else ahead
         self._lead = min(self._ahead, workers + 1)
         self._sized = False
@@ -265,17 +277,46 @@ class Dispatch:
         if not tasks:
             return None
         while self._oldest not in tasks:  # every number passed over is gone for good
+            if self._oldest >= self._next_seq:
+                return None  # what is outstanding was started early, and it is not its turn
             self._oldest += 1
         return tasks[self._oldest]
 
+    @property
+    def early_room(self) -> bool:
+        """May another batch be started before its turn?
+
+        Only in order (else nobody waits for a slow one), where any worker may load it (and more
+        than one is there), and once the size of a batch is known.
+        """
+        count = len(self._early) + 1
+        return (
+            self.in_order
+            and not self.pinned
+            and not self.cautious
+            and self._sized
+            and 2 * count <= len(self._active)
+            and 4 * count <= self._window
+            and 4 * count * self._reserve <= self.budget
+        )
+
     # ---- events
 
-    def submit(self, payload: object) -> list[Command]:
-        """A batch of indices was drawn."""
+    def submit(self, payload: object, ahead: int = 0) -> list[Command]:
+        """A batch of indices was drawn: the next in line, or one so many places ahead of it.
+
+        The places between are filled by later calls; that of an early one is passed over then.
+        """
+        if ahead:
+            return self._submit_early(payload, ahead)
         task = Task(self._next_seq, payload, self._next_home())
         self._next_seq += 1
         self.tasks[task.seq] = task
-        self._waiting.append(task)
+        if self._early:
+            self._pass_over_early()
+            self._queue_up(task)
+        else:
+            self._waiting.append(task)
         return self._pump()
 
     def worker_ready(self, worker: int) -> list[Command]:
@@ -443,6 +484,7 @@ class Dispatch:
         while len(self.workers) < self._wanted:
             self.workers.append(_Worker(len(self.workers), retired=True, gone=True))
         self._depth = max(1, -(-window // self._wanted))
+        self._window = window
         self._ahead = ahead
         self._lead = min(ahead, max(self._lead, self._wanted + 1))
         return self._staff([])
@@ -466,6 +508,8 @@ class Dispatch:
             else:
                 self._free(task)
         self.tasks.clear()
+        self._next_seq = max(self._early, default=self._next_seq - 1) + 1
+        self._early.clear()
         self._waiting.clear()
         self._filled.clear()
         out = self._pump()
@@ -549,7 +593,13 @@ class Dispatch:
     def _requeue(self, task: Task) -> None:
         task.state = State.WAITING
         task.worker = -1
-        insort(self._waiting, task, key=_by_seq)
+        self._queue_up(task)
+
+    def _queue_up(self, task: Task) -> None:
+        if self._waiting and self._waiting[-1].seq > task.seq:
+            insort(self._waiting, task, key=_by_seq)
+        else:
+            self._waiting.append(task)
 
     def _free_outgrown(self, task: Task) -> None:
         for extent in task.outgrown:
@@ -727,9 +777,37 @@ class Dispatch:
             if urgent and self._parked:
                 self._grant_parked(out)  # it may stand behind one of them now
 
+    def _pass_over_early(self) -> None:
+        while self._next_seq in self._early:
+            self._early.remove(self._next_seq)
+            self._next_seq += 1
+            self._turn += 1
+
+    def _submit_early(self, payload: object, ahead: int) -> list[Command]:
+        """Give it to the worker with least to do; it queues up if there is no space.
+
+        Or if identity may matter, or sizes are unknown: as after an interruption, when batches
+        that were early before are submitted to workers that start anew.
+        """
+        home = (self._turn + ahead) % len(self._active)  # as if all before it had been submitted
+        task = Task(self._next_seq + ahead, payload, home)
+        self.tasks[task.seq] = task
+        self._early.add(task.seq)
+        nbytes = self._estimate(task, urgent=False)
+        free = not (self.pinned or self.cautious) and self._sized
+        if not free or (nbytes and not self._place(task, nbytes, urgent=False)):
+            self._queue_up(task)
+            return self._pump()
+        worker = min(self._active, key=_load)
+        task.asks = not nbytes
+        task.state = State.ASSIGNED
+        task.worker = worker.id
+        worker.queue.append(task)
+        return [Assign(worker.id, task)]
+
     def _hold_back(self, task: Task, nbytes: int) -> bool:
         """Is it thrifty to let this one wait until another was delivered?"""
-        if len(self.tasks) - len(self._waiting) < self._lead:
+        if len(self.tasks) - len(self._waiting) - len(self._early) < self._lead:
             return False
         used = self.budget - self.extents.free_bytes
         if used + nbytes <= SMALL_BYTES:

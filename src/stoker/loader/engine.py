@@ -45,6 +45,7 @@ from stoker.loader.wire import Kind
 from stoker.loader.worker import Report
 from stoker.machine.limits import memory_room, oom_kills
 from stoker.plan.knobs import Knobs
+from stoker.timeline import TRAINER, worker_lane
 from stoker.units import format_bytes
 
 log = logging.getLogger("stoker.loader")
@@ -127,6 +128,8 @@ class Engine:
         self._arena = arena
         self._crew = crew
         self._counters = counters
+        self._timeline = counters.timeline
+        self._known_slow = counters.costs.known
         self._dispatch = Dispatch(
             workers=terms.workers,
             budget=arena.nbytes,
@@ -191,12 +194,27 @@ class Engine:
     @property
     def accepting(self) -> bool:
         """May another batch be submitted now?"""
-        return self._dispatch.outstanding < self._terms.window and self._dispatch.any_active
+        dispatch = self._dispatch
+        return (dispatch.outstanding < self._terms.window or self.headless) and dispatch.any_active
 
-    def submit(self, epoch: int, position: int, payload: object) -> None:
-        """Queue a batch of indices; its random draws are those of its epoch and position."""
+    @property
+    def headless(self) -> bool:
+        """Is it nobody's turn: were all that are outstanding started early, or are there none?"""
+        return self._dispatch.head_task() is None
+
+    @property
+    def early_room(self) -> bool:
+        """May a batch be submitted before its turn?"""
+        return self._dispatch.early_room
+
+    def submit(self, epoch: int, position: int, payload: object, ahead: int = 0) -> None:
+        """Queue a batch of indices; its random draws are those of its epoch and position.
+
+        With ``ahead`` it is not the next in line but so many places further on.
+        """
         self.suspect = True
-        commands = self._dispatch.submit((epoch, position, payload))
+        self._counters.early_batches += ahead > 0
+        commands = self._dispatch.submit((epoch, position, payload), ahead)
         if commands:
             self._act(commands)
         self.suspect = False
@@ -214,15 +232,15 @@ class Engine:
 
     def _take(self) -> Taken:
         self._raise_fatal()
-        waited_from = time.monotonic()
+        asked_ns = time.monotonic_ns()
+        waited_from = asked_ns / 1e9
         report_at = waited_from + REPORT_AFTER_SECONDS
         check_at = waited_from + CHECK_SECONDS
         self._collect()
         while True:
             delivery = self._dispatch.deliver()
             if delivery is not None:
-                self._counters.wait_seconds += time.monotonic() - waited_from
-                return self._hand_over(delivery)
+                return self._hand_over(delivery, asked_ns)
             if not self._dispatch.outstanding:
                 raise StopIteration
             now = time.monotonic()
@@ -281,7 +299,10 @@ class Engine:
     def _answer_requests(self) -> None:
         while self.requests:
             request = self.requests[0]
+            began_ns = time.monotonic_ns()
             achieved = self._resize(request.knobs)
+            now_ns = time.monotonic_ns()
+            self._timeline.add("resize", TRAINER, -1, began_ns, now_ns, self._dispatch.budget)
             self.requests.popleft()
             request.answer(achieved)
 
@@ -503,11 +524,27 @@ class Engine:
         self._host_deaths = 0
         if self._unready_deaths:
             self._unready_deaths.clear()  # loading gets on
+        self._note_spans(worker, seq, report)
         commands = self._dispatch.done(worker, seq, report.used, (report, lease))
         if commands:
             self._act(commands)
         if self.wished is not None:
             self._grant_wish()
+
+    def _note_spans(self, worker: int, seq: int, report: Report) -> None:
+        task = self._dispatch.tasks.get(seq)
+        if task is None or not report.began_ns:
+            return  # nobody's batch any more, or not even begun
+        fetched_ns = report.began_ns + int(report.fetch_seconds * 1e9)
+        ended_ns = fetched_ns + int(report.collate_seconds * 1e9)
+        self._timeline.add_loading(
+            worker_lane(worker),
+            _content(task)[1],
+            report.began_ns,
+            fetched_ns,
+            ended_ns,
+            report.used,
+        )
 
     def _note_private(self, worker: int, private: int) -> None:
         self._private[worker] = private
@@ -538,13 +575,16 @@ class Engine:
 
     def _on_death(self, worker: int, pid: int, status: int) -> None:
         state = self._dispatch.workers[worker]
-        self._private.pop(worker, None)
+        private = self._private.pop(worker, 0)
         if state.retired:
             self._crew.forget(worker)
             self._act(self._dispatch.left(worker))
             return
         self._counters.deaths += 1
         current = state.queue[0] if state.queue else None
+        step = -1 if current is None or current.abandoned else _content(current)[1]
+        now_ns = time.monotonic_ns()
+        self._timeline.add("death", worker_lane(worker), step, now_ns, now_ns, private)
         if current is not None:
             self._ends[current.seq] = (worker, pid, status)
         if self._terms.iterable:
@@ -647,10 +687,19 @@ class Engine:
 
     # ---- delivery
 
-    def _hand_over(self, delivery: Delivery) -> Taken:
+    def _hand_over(self, delivery: Delivery, asked_ns: int) -> Taken:
+        found_ns = time.monotonic_ns()
+        self._counters.wait_seconds += (found_ns - asked_ns) / 1e9
         task = delivery.task
+        position = _content(task)[1]
+        result = task.result
         origin = self._origins.pop(task.seq, None) if self._origins else None
-        return Taken(_content(task)[1], self._content_of(delivery), origin)
+        taken = Taken(position, self._content_of(delivery), origin)
+        nbytes = result[0].used if isinstance(result, tuple) else 0
+        self._timeline.add_delivery(
+            TRAINER, position, asked_ns, found_ns, time.monotonic_ns(), nbytes
+        )
+        return taken
 
     def _content_of(self, delivery: Delivery) -> object:
         task = delivery.task
@@ -680,6 +729,8 @@ class Engine:
         counters.batch(report.fetch_seconds, report.collate_seconds)
         if report.slowest is not None:
             counters.slow_sample(*report.slowest)
+        if report.slow or self._known_slow:
+            counters.costs.note(_content(delivery.task)[2], report.slow)
         for index, error in report.skips:
             counters.skip(index, error)
         extent = delivery.task.extent

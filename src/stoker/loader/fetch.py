@@ -21,6 +21,7 @@ import torch
 from torch._utils import ExceptionWrapper
 
 from stoker.loader.collate import Collator
+from stoker.loader.costs import Usual
 from stoker.loader.room import Room
 from stoker.loader.streams import Saved, Stand, is_stateful, reopen, save
 
@@ -104,7 +105,10 @@ class Fetcher:
         self.announce: Callable[[Room], None] | None = None
         self.skips: list[tuple[Any, str]] = []
         self.slowest: tuple[Any, float] | None = None
+        self.slow: list[tuple[Any, float]] = []
+        """The samples of the last batch that took far longer than usual (see ``costs.Usual``)."""
         self.fetch_seconds = 0.0
+        self._usual = Usual()
         self._brisk = False
         stand = job.stands.get(worker) if job.stands is not None else None
         if stand is None:
@@ -152,6 +156,7 @@ class Fetcher:
         """The batch for an index (or list of indices); raises StopIteration at the end."""
         self.skips = []
         self.slowest = None
+        self.slow = []
         self.fetch_seconds = 0.0
         if self._job.iterable:
             return self._fetch_iterable(index, room)
@@ -165,6 +170,9 @@ class Fetcher:
     def _fetch_one(self, index: Any, room: Room) -> object:
         try:
             sample = self._timed(self._one, index)
+            if self.fetch_seconds > self._usual.limit:
+                self.slow.append((index, self.fetch_seconds))
+            self._usual.batch(self.fetch_seconds, self.fetch_seconds, 1)
         except At as failed:
             if not self._job.skip_errors or failed.__cause__ is None:
                 raise
@@ -204,6 +212,7 @@ class Fetcher:
     def _add_each(self, indices: Sequence[Any], room: Room) -> None:
         dataset = self._job.dataset
         clock = time.perf_counter
+        limit = self._usual.limit
         worst = total = 0.0
         worst_index: Any = None
         count = 0
@@ -220,6 +229,10 @@ class Fetcher:
             total += took
             if took > worst:
                 worst, worst_index = took, index
+                if took > limit:
+                    self.slow.append((index, took))
+            elif took > limit:
+                self.slow.append((index, took))
             self._collator.add(sample)
             count += 1
             if self.announce is not None:
@@ -227,6 +240,7 @@ class Fetcher:
                 self.announce = None
         self.fetch_seconds = total
         self.slowest = (worst_index, worst)
+        self._usual.batch(total, worst, count)
         if not count and self.skips:
             raise NothingLeft
 

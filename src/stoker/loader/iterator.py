@@ -25,7 +25,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataL
 from stoker.errors import WorkerError
 from stoker.loader.ahead import Ahead
 from stoker.loader.datapipes import apply_shared_seed, sharding_init_fn
-from stoker.loader.draws import Draws, foretells, inner_sampler
+from stoker.loader.draws import Draws, draws_own_stream, foretells, inner_sampler
 from stoker.loader.engine import Engine, Nothing, Terms, Unsendable, log
 from stoker.loader.fetch import (
     Fetcher,
@@ -36,6 +36,7 @@ from stoker.loader.fetch import (
     position_seed,
     wrap_exception,
 )
+from stoker.loader.lookahead import REACH, LookAhead
 from stoker.loader.pin import AHEAD, Pinner
 from stoker.loader.pool import WorkerHandle
 from stoker.loader.progress import Progress
@@ -57,6 +58,7 @@ from stoker.loader.state import LoaderState
 from stoker.loader.stats import Counters
 from stoker.loader.streams import Saved, Stand, is_stateful, save
 from stoker.plan.knobs import Knobs
+from stoker.timeline import TRAINER
 
 if TYPE_CHECKING:
     from stoker.loader.dataloader import DataLoader
@@ -209,6 +211,8 @@ class EngineIter(_BaseDataLoaderIter):
         terms = loader._terms(job)
         self._job = replace(job, tight=terms.cautious)
         self._builder = loader._builder()
+        self._known_slow = self._builder.counters.costs.known
+        self._any_early = False
         self._engine = self._build(terms)
         self._shutdown = False
         try:
@@ -247,7 +251,14 @@ class EngineIter(_BaseDataLoaderIter):
         else:
             self._draws = Draws(self._index_sampler, self._sampler_iter)
             self._skip_to(done)
+        self._look_out()
         self._fill_window()
+
+    def _look_out(self) -> None:
+        """For slow batches, from where the draws stand."""
+        reach = REACH if draws_own_stream(self._index_sampler) and not self._already else 0
+        self._look = LookAhead(self._draws.draw, self._builder.counters.costs, reach)
+        self._any_early = False
 
     def _fill_window(self) -> None:
         self._engine.widened = False
@@ -260,13 +271,18 @@ class EngineIter(_BaseDataLoaderIter):
         if not self._engine.accepting:
             return False
         position = self._position
+        if self._any_early:
+            while position in self._pending:  # what was started early is passed over
+                position += 1
+        if self._known_slow and self._draw_early(position):
+            return True
         try:
-            index = self._draws.draw(position)
+            index = self._look.index(position)
             if self._stateful:
                 self._progress.drew(position, sampler_states(self._stateful))
             while position in self._already:
                 position = self._position = position + 1
-                index = self._draws.draw(position)
+                index = self._look.index(position)
                 if self._stateful:
                     self._progress.drew(position, sampler_states(self._stateful))
         except StopIteration:
@@ -344,6 +360,7 @@ class EngineIter(_BaseDataLoaderIter):
         self._position = ahead.position
         self._exhausted = ahead.exhausted
         self._already = frozenset()
+        self._look_out()
         self._pinning.clear()
         self._epoch += 1
         self._num_yielded = 0
@@ -364,6 +381,19 @@ class EngineIter(_BaseDataLoaderIter):
         except StopIteration:
             self._exhausted = True
         self._position = position
+
+    def _draw_early(self, position: int) -> bool:
+        """Submit a batch that is known to be slow before the next in line, if it is time."""
+        engine = self._engine
+        room = engine.early_room and not engine.headless
+        found = self._look.slow_one(position, self._pending, time.monotonic(), room=room)
+        if found is None:
+            return False
+        early, index = found
+        engine.suspect = self._any_early = True  # suspect until it is submitted
+        self._pending[early] = index
+        engine.submit(self._epoch, early, index, early - position)
+        return True
 
     # ---- torch's interface
 
@@ -419,7 +449,9 @@ class EngineIter(_BaseDataLoaderIter):
 
     def _take(self, thread: int) -> tuple[int, Any, Any]:
         if self._pinner is None:
-            taken = self._held[thread] = self._take_one()
+            taken = self._held[thread] = self._take_one()  # from here on no call: see __next__
+            if taken[0] >= self._position:  # started early: it must not be drawn again
+                self._position = taken[0] + 1
             del self._pending[taken[0]]
             return taken
         if not self._pinner.pending:
@@ -438,11 +470,15 @@ class EngineIter(_BaseDataLoaderIter):
         position, batch, origin = self._take_one()
         self._pinning.append((position, origin))
         self._pinner.put(batch)
+        if position >= self._position:
+            self._position = position + 1
         del self._pending[position]
 
     def _take_one(self) -> tuple[int, Any, Any]:
         if self._ahead is not None and not self._pending:
             raise StopIteration  # what is left belongs to the coming epoch
+        if self._any_early and self._engine.headless:
+            self._draw()
         taken = self._engine.take()
         if isinstance(taken.batch, Unsendable):
             batch = self._load_here(taken.position, taken.batch)
@@ -483,8 +519,11 @@ class EngineIter(_BaseDataLoaderIter):
         self._progress.ended = self._engine.ended
         if self._epoch:
             self._engine.new_epoch(self._shared_seed)
-        for position, index in self._pending.items():
-            self._engine.submit(self._epoch, position, index)
+        line = self._position
+        for position, index in sorted(self._pending.items()):
+            self._engine.submit(self._epoch, position, index, max(0, position - line))
+            if position == line:
+                line += 1
         if self._ahead is not None:
             self._engine.go_on_at(0)
             for position, index in self._ahead.pending.items():
@@ -662,7 +701,7 @@ class MainIter(_SingleProcessDataLoaderIter):
     def _next_data(self) -> Any:
         while True:
             position, index = self._draw()
-            began = time.perf_counter()
+            began_ns = time.monotonic_ns()
             try:
                 data = self._load(index)
             except NothingLeft:
@@ -674,7 +713,9 @@ class MainIter(_SingleProcessDataLoaderIter):
             except Exception:
                 self._progress.mark(position, self._origin())
                 raise
-            took = time.perf_counter() - began
+            ended_ns = time.monotonic_ns()
+            took = (ended_ns - began_ns) / 1e9
+            self._counters.timeline.add("fetch", TRAINER, position, began_ns, ended_ns)
             self._counters.delivered += 1
             self._counters.wait_seconds += took
             self._counters.batch(took, 0.0)

@@ -360,7 +360,7 @@ class Pool:
             self._disown()
             return
         control = self._control
-        if control is not None:
+        if control is not None and control.fileno() >= 0:  # else that far we were before
             for line in self._lines.values():
                 while line.recall() is not None:
                     pass

@@ -7,6 +7,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from stoker.loader.costs import Costs
+from stoker.timeline import Ring
+
 _RECENT = 512
 _SLOWEST = 10
 _LISTED_SKIPS = 1000
@@ -74,6 +77,8 @@ class LoaderStats:
     """Per batch: collating and placing into shared memory."""
     slowest: tuple[tuple[Any, float], ...]
     """``(index, seconds)`` of the slowest samples, slowest first."""
+    early_batches: int
+    """Batches begun before their turn, because they hold samples known to be slow."""
     deaths: int
     """Workers that died and were replaced."""
     skipped: int
@@ -92,11 +97,14 @@ class Counters:
     wait_seconds: float = 0.0
     overdraft_batches: int = 0
     copied_batches: int = 0
+    early_batches: int = 0
     deaths: int = 0
     skipped: int = 0
     skips: list[tuple[Any, str]] = field(default_factory=list)
     fetch: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     collate: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    costs: Costs = field(default_factory=Costs)
+    timeline: Ring = field(default_factory=Ring)
     _slow_floor: float = 0.0
     _slow: dict[Any, float] = field(default_factory=dict)
 

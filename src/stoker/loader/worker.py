@@ -44,6 +44,10 @@ class Report(NamedTuple):
     looked_at_id: bool
     stand: Saved
     """Where an iterable dataset stands after this batch, if it keeps a state."""
+    began_ns: int = 0
+    """When the worker began with the batch, on the clock that all processes share."""
+    slow: tuple[tuple[Any, float], ...] = ()
+    """Index and seconds of the samples that took far longer than usual; rarely any."""
 
 
 def failure(error: ExceptionWrapper) -> Report:
@@ -152,6 +156,7 @@ class Worker(ABC):
         room = Room(
             self._arena[start : start + size] if start >= 0 else self._arena[:0], self._grow
         )
+        began_ns = time.monotonic_ns()
         began = time.perf_counter()
         skeleton: bytes | None = None
         error: ExceptionWrapper | None = None
@@ -189,6 +194,8 @@ class Worker(ABC):
                 private_bytes=self._private_now_and_then(),
                 looked_at_id=self.looked_at_id(),
                 stand=fetcher.state(),
+                began_ns=began_ns,
+                slow=tuple(fetcher.slow),
             ),
         )
 

@@ -78,6 +78,8 @@ class Setup:
     """What is small."""
     resizes: int = 0
     """How often the number of workers and the budget are changed."""
+    slow: frozenset[int] = frozenset()
+    """Positions that may be submitted before their turn."""
     keeps: int = 0
     """Out of 4 delivered batches, how many the caller never lets go of."""
 
@@ -126,6 +128,7 @@ class World:
         self.crew = [Worker(i) for i in range(setup.workers)]
         self.epoch = 0
         self.position = 0
+        self.early: set[int] = set()
         self.deaths_left = setup.deaths
         self.limits_left = setup.limits
         self.held: list[int] = []
@@ -280,14 +283,41 @@ class World:
 
     @property
     def accepting(self) -> bool:
-        if not self.setup.iterable and self.position >= self.setup.batches:
+        if not self.setup.iterable and self.line() >= self.setup.batches:
             return False
-        return self.dispatch.outstanding < self.window and self.dispatch.any_active
+        room = self.dispatch.outstanding < self.window or self.headless
+        return room and self.dispatch.any_active
+
+    @property
+    def headless(self) -> bool:
+        return self.dispatch.head_task() is None
+
+    def line(self) -> int:
+        """The next position that was not submitted early."""
+        while self.position in self.early:
+            self.position += 1
+        return self.position
 
     def submit(self) -> None:
-        key = (self.epoch, self.position)
+        key = (self.epoch, self.line())
         self.position += 1
         self.act(self.dispatch.submit(key))
+        self.check()
+
+    def slow_ones(self) -> list[int]:
+        """What could be submitted early now. Not only where there is room: see below."""
+        if not self.setup.in_order or self.setup.iterable or not self.accepting or self.headless:
+            return []
+        slow = self.setup.slow - self.early
+        return sorted(p for p in slow if self.line() < p < self.setup.batches)
+
+    def submit_early(self, choice: int) -> None:
+        if not self.dispatch.early_room and choice % 8:
+            return  # else: after an interruption batches that were early before are so again
+        slow = self.slow_ones()
+        position = slow[choice % len(slow)]
+        self.early.add(position)
+        self.act(self.dispatch.submit((self.epoch, position), position - self.line()))
         self.check()
 
     def take(self) -> bool:
@@ -326,6 +356,7 @@ class World:
     def new_epoch(self) -> None:
         self.epoch += 1
         self.position = 0
+        self.early = set()
         self.got = []
         self.act(self.dispatch.abandon())
         for worker in self.crew:
@@ -480,6 +511,8 @@ class World:
                 options.append(partial(self.step, worker))
         if self.accepting:
             options.append(self.submit)
+        if self.slow_ones():
+            options.append(partial(self.submit_early, choice))
         if self.dispatch.outstanding:
             options.append(self.take)
         if self.held:
@@ -539,7 +572,10 @@ class World:
         self.deaths_left = 0
         while True:
             while self.accepting:
-                self.submit()
+                if self.dispatch.early_room and self.slow_ones():
+                    self.submit_early(0)
+                else:
+                    self.submit()
             if self.take():
                 continue
             if not self.dispatch.outstanding:
@@ -642,6 +678,7 @@ def setups(draw: st.DrawFn, /, **fixed: Any) -> Setup:
         "sizes": draw(sizes),
         "keeps": draw(st.sampled_from([0, 2, 4])),
         "resizes": draw(st.sampled_from([0, 0, 3, 20])),
+        "slow": draw(st.just(frozenset()) | st.frozensets(st.integers(1, 13), max_size=6)),
     }
     return Setup(**(values | {name: draw(value) for name, value in fixed.items()}))
 
@@ -674,6 +711,30 @@ def test_every_batch_arrives_though_workers_die_and_retire(setup: Setup, script:
 @generated
 @given(setup=setups(iterable=st.just(True), batches=st.integers(0, 4)), script=scripts)
 def test_every_stream_is_delivered_to_its_end(setup: Setup, script: list[int]) -> None:
+    run(setup, script)
+
+
+@generated
+@given(
+    setup=setups(
+        workers=st.integers(2, 6),
+        window=st.integers(4, 12),
+        ahead=st.none() | st.integers(1, 12),
+        budget=st.sampled_from([8, 20, 64]).map(lambda pages: pages * PAGE),
+        in_order=st.just(True),
+        pinned=st.just(False),
+        batches=st.integers(15, 40),
+        slow=st.frozensets(st.integers(1, 39), min_size=1, max_size=12),
+        deaths=st.integers(0, 6),
+        limits=st.integers(0, 2),
+        looks=st.booleans(),
+        deadly=st.frozensets(st.integers(0, 39), max_size=2),
+    ),
+    script=scripts,
+)
+def test_every_batch_arrives_in_its_turn_though_some_are_started_early(
+    setup: Setup, script: list[int]
+) -> None:
     run(setup, script)
 
 
@@ -1059,3 +1120,144 @@ def test_submitting_after_every_stream_ended_is_an_error() -> None:
     assert not dispatch.any_active
     with pytest.raises(ValueError, match="exhausted"):
         dispatch.submit(1)
+
+
+# ---- started before its turn
+
+
+def early(pages: int = 64, workers: int = 4, window: int = 8, **more: Any) -> Dispatch:
+    """A dispatch that has delivered its first batch, so that it knows what it needs to."""
+    dispatch, _ = started(workers=workers, pages=pages, window=window, **more)
+    dispatch.done(0, 0, PAGE, None)
+    delivery = dispatch.deliver()
+    assert delivery is not None
+    assert delivery.task.extent is not None
+    dispatch.release(delivery.task.extent.start)
+    return dispatch
+
+
+def test_an_early_batch_is_begun_at_once_and_delivered_in_its_turn() -> None:
+    dispatch = early(workers=2, window=4)
+    [(worker, number)] = assigned(dispatch.submit("slow", ahead=2))
+    assert (worker, number) == (0, 6), "to the worker with least to do"
+    dispatch.done(worker, number, PAGE, "slow")
+    got = []
+    for _ in range(7):
+        head = dispatch.head_task()
+        assert head is not None
+        if head.state is not State.FILLED:
+            dispatch.done(head.worker, head.seq, PAGE, head.payload)
+        delivery = dispatch.deliver()
+        assert delivery is not None
+        got.append(delivery.task.seq)
+        dispatch.pump()
+        if dispatch.outstanding < 4:
+            dispatch.submit("next in line")
+    assert got == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_what_was_started_early_is_never_taken_for_the_head() -> None:
+    dispatch = early(workers=2, window=4)
+    [(worker, number)] = assigned(dispatch.submit("slow", ahead=2))
+    dispatch.done(worker, number, PAGE, "slow")
+    for _ in range(3):
+        head = dispatch.head_task()
+        assert head is not None
+        dispatch.done(head.worker, head.seq, PAGE, None)
+        assert dispatch.deliver() is not None
+    assert dispatch.outstanding == 1
+    assert dispatch.head_task() is None
+    assert not dispatch.deliverable
+    assert assigned(dispatch.submit("next in line")) != []
+    head = dispatch.head_task()
+    assert head is not None
+    assert head.payload == "next in line"
+
+
+def rooms(dispatch: Dispatch) -> int:
+    """How many batches may be started early."""
+    for count in range(20):
+        if not dispatch.early_room:
+            return count
+        dispatch.submit("slow", ahead=10 + 2 * count)
+    raise AssertionError("no bound")
+
+
+def test_early_batches_take_up_half_of_the_workers_at_most() -> None:
+    dispatch = early(workers=6, window=40)
+    assert rooms(dispatch) == 3
+    assert sum(task.payload == "slow" for w in dispatch.workers for task in w.queue) == 3
+    busy = [w for w in dispatch.workers if any(task.payload == "slow" for task in w.queue)]
+    assert len(busy) <= 3
+
+
+def test_early_batches_take_up_a_quarter_of_the_window_at_most() -> None:
+    assert rooms(early(workers=8, window=8)) == 2
+
+
+def test_early_batches_take_up_a_quarter_of_the_budget_at_most() -> None:
+    assert rooms(early(workers=8, window=40, pages=12)) == 3
+    assert rooms(early(workers=8, window=40, pages=3)) == 0
+
+
+@pytest.mark.parametrize(
+    "setting", [{"pinned": True}, {"in_order": False}, {"workers": 1}, {"window": 3}]
+)
+def test_nothing_is_started_early_where_it_would_not_help_or_be_noticed(
+    setting: dict[str, Any],
+) -> None:
+    dispatch = early(**setting)
+    if setting.get("pinned"):
+        dispatch.pin()
+    assert rooms(dispatch) == 0
+
+
+def test_nothing_is_started_early_before_a_batch_has_shown_whether_identity_matters() -> None:
+    dispatch, _ = started(workers=4, window=8)
+    assert not dispatch.early_room
+    dispatch.done(0, 0, PAGE, None)
+    assert dispatch.early_room
+
+
+def test_early_batches_do_not_count_where_thrift_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch_module, "SMALL_BYTES", 0)
+    dispatch = early(workers=4, window=16)
+    before = sum(len(worker.queue) for worker in dispatch.workers)
+    dispatch.submit("slow", ahead=9)
+    dispatch.pump()
+    dispatch.submit("slow", ahead=11)
+    dispatch.pump()
+    after = sum(len(worker.queue) for worker in dispatch.workers)
+    assert after >= before + 2, "as many in line as before"
+
+
+def test_an_early_batch_whose_worker_dies_is_given_out_again() -> None:
+    dispatch = early(workers=2, window=4)
+    [(worker, number)] = assigned(dispatch.submit("slow", ahead=3))
+    commands = dispatch.died(worker) + dispatch.worker_ready(worker)
+    assert number in [seq for _, seq in assigned(commands)]
+    assert dispatch.tasks[number].strikes == 0, "it had not begun"
+
+
+def test_numbers_of_early_batches_are_not_given_out_again_in_the_next_epoch() -> None:
+    dispatch = early(workers=2, window=4)
+    [(worker, number)] = assigned(dispatch.submit("slow", ahead=5))
+    dispatch.abandon()
+    dispatch.begin_epoch()
+    assert dispatch.early_room
+    for n in range(4):
+        dispatch.submit(n)
+    assert min(dispatch.tasks) > number
+    used = dispatch.used_bytes
+    dispatch.done(worker, number, PAGE, "slow")
+    assert not dispatch.deliverable, "nobody's batch"
+    assert dispatch.used_bytes <= used
+
+
+def test_a_batch_started_early_keeps_the_home_of_its_place() -> None:
+    """If it turns out later that identity matters, every batch is where torch has it."""
+    dispatch = early(workers=4, window=8)
+    dispatch.submit("slow", ahead=3)
+    for _ in range(6):
+        dispatch.submit("in line")
+    assert all(task.home == task.seq % 4 for task in dispatch.tasks.values())
