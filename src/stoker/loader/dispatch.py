@@ -268,6 +268,10 @@ class Dispatch:
             self._oldest += 1
         return tasks[self._oldest]
 
+    def stuck_task(self) -> Task | None:
+        """What its worker should be asked about when the caller waits too long."""
+        return self.head_task()
+
     # ---- events
 
     def submit(self, payload: object) -> list[Command]:
@@ -522,11 +526,14 @@ class Dispatch:
             if task.abandoned:
                 continue
             if task.strikes >= MAX_STRIKES:
-                task.worker = -1
-                task.state = State.FAILED
-                self._filled[task.seq] = task
+                self._fail(task)
             else:
                 self._requeue(task)
+
+    def _fail(self, task: Task) -> None:
+        task.worker = -1
+        task.state = State.FAILED
+        self._filled[task.seq] = task
 
     def _abandon(self, task: Task) -> None:
         """Nobody wants it any more; its space comes back when its worker is done with it."""

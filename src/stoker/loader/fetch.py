@@ -47,6 +47,8 @@ class Job:
     """Memory is scarce: announce the size of the first sample, give freed memory back at once."""
     stands: dict[int, Stand] | None = None
     """From where each worker goes on with an iterable dataset, if not from its beginning."""
+    share: bool = False
+    """Workers fill batches together: what a sample draws is seeded by its row."""
 
 
 def position_seed(base_seed: int, epoch: int, position: int) -> int:
