@@ -32,7 +32,8 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 from stoker.loader import dispatch as rules
-from stoker.loader.dispatch import Assign, Command, Dispatch, Grant, State, Task
+from stoker.loader.dispatch import _ALL_BATCHES as ALL_BATCHES
+from stoker.loader.dispatch import Assign, Command, Dispatch, Grant, Recall, State, Task
 
 MAX_MISFITS = 3
 """After so many batches in a row that had to be loaded whole, sharing is given up."""
@@ -259,13 +260,13 @@ class Sharing(Dispatch):
         if batch is self._probing:
             self._probing = None
         culprit = batch.culprit
+        if batch.spoiled is not None:  # then also what it raises is to be found out
+            self._load_whole(batch)
+            return
         if culprit is not None and culprit.first <= lowest:
             super()._free(batch)
             batch.strikes = culprit.strikes
             batch.state = State.FAILED
-        elif batch.spoiled is not None:
-            self._load_whole(batch)
-            return
         elif batch.errors:
             super()._free(batch)
             batch.culprit = None
@@ -283,6 +284,7 @@ class Sharing(Dispatch):
         batch.parts = []
         batch.filled = {}
         batch.errors = []
+        batch.culprit = None
         if batch.outdated and self._layout is batch.layout:
             self._layout = None
         self._misfits += 1
@@ -317,6 +319,9 @@ class Sharing(Dispatch):
         begun = len(out)
         while self._waiting:
             if self.given_up is not None:
+                for waiting in self._waiting:
+                    assert isinstance(waiting, Batch)
+                    waiting.whole = True
                 super()._assign_waiting(out)
                 break
             batch = self._waiting[0]
@@ -390,16 +395,25 @@ class Sharing(Dispatch):
         self._loose += batch.parts
 
     def _too_many(self, nbytes: int) -> bool:
-        """Would another batch be more than is worth its memory?"""
+        """Would another batch be more than is worth its memory?
+
+        While workers start, one batch is enough: those that are up take parts of it over from
+        those that are not.
+        """
         begun = len(self.tasks) - len(self._waiting)
-        if not begun or begun + min(len(self._leases), self._share_lead) <= self._share_lead:
+        if not begun:
+            return False
+        if not all(worker.ready for worker in self._active):
+            return True
+        if begun + min(len(self._leases), self._share_lead) <= self._share_lead:
             return False
         return begun >= self._ahead or self.used_bytes + nbytes > rules.SMALL_BYTES
 
     def _assign_loose(self, out: list[Command]) -> None:
-        """To whoever has fewest rows before him; workers that are up before those that are not."""
-        crew = [worker for worker in self._active if worker.ready] or self._active
-        loads = [sum(_rows(task) for task in worker.queue) for worker in crew]
+        """To whoever has fewest rows before him. Not to a worker who can't lose them again."""
+        crew = [w for w in self._active if w.ready or w.proof == ALL_BATCHES]
+        crew = crew or self._active
+        loads = [sum(map(_rows, w.queue)) + (0.0 if w.ready else 0.5) for w in crew]
         for part in self._loose:
             at = loads.index(min(loads))
             keeper = part.batch.keeper
@@ -414,6 +428,19 @@ class Sharing(Dispatch):
             worker.queue.append(part)
             out.append(Assign(worker.id, part))
         self._loose.clear()
+
+    def _steal(self, out: list[Command]) -> None:
+        """As ``Dispatch`` does it, but from a worker that is not up also the only part."""
+        idle = sum(worker.ready and not worker.queue for worker in self._active)
+        if not idle:
+            return
+        unread = []
+        for worker in self.workers:
+            queue = worker.queue
+            stands = worker.proof == ALL_BATCHES and not worker.missed
+            if stands and len(queue) > worker.ready:
+                unread.append((queue[int(worker.ready)].seq, worker.id))
+        out.extend(Recall(worker) for _, worker in sorted(unread)[:idle])
 
 
 def _rows(task: Task) -> int:

@@ -154,12 +154,10 @@ class World:
                 worker = self.crew[command.worker]
                 state = self.dispatch.workers[command.worker]
                 if isinstance(command, Assign):
-                    task = command.task
                     assert not state.retired, "a batch for a retired worker"
                     assert command.worker < self.dispatch.active_limit
-                    self.may_write(worker, task)
-                    extent = Extent(0, 0) if task.asks else task.extent
-                    worker.pipe.append(("task", task.seq, extent, self.epoch, task.payload))
+                    self.may_write(worker, command.task)
+                    self.send(worker, command.task)
                 elif isinstance(command, Grant):
                     self.may_write(worker, command.task)
                     worker.pipe.append(("grant", command.task.seq, command.task.extent))
@@ -197,6 +195,10 @@ class World:
                 assert extent.end <= lease.start or lease.end <= extent.start
             if extent.start >= self.dispatch.budget:
                 assert any(b.start <= extent.start and extent.end <= b.end for b in free)
+
+    def send(self, worker: Worker, task: Task) -> None:
+        extent = Extent(0, 0) if task.asks else task.extent
+        worker.pipe.append(("task", task.seq, extent, self.epoch, task.payload))
 
     def may_write(self, worker: Worker, task: Task) -> None:
         """A worker is told to use an extent: nobody else may be using any byte of it."""
