@@ -136,11 +136,13 @@ class Sharing(Dispatch):
     def stuck_task(self) -> Task | None:
         """What the caller waits for: of a shared batch the first part that was begun."""
         head = self.head_task()
-        if not isinstance(head, Batch) or not head.writers:
-            return head
-        held = [part for part in head.parts if part.worker >= 0]
-        begun = [part for part in held if self.workers[part.worker].queue[0] is part]
-        return (begun or held)[0]
+        if isinstance(head, Batch) and head.left:
+            held = [part for part in head.parts if part.worker >= 0]
+            begun = [part for part in held if self.workers[part.worker].queue[0] is part]
+            # Where no worker has any part yet, all of them are busy with something older.
+            older = [worker.queue[0] for worker in self._active if worker.queue]
+            return next(iter(begun or held or older), head)
+        return head
 
     # ---- events
 
@@ -317,7 +319,7 @@ class Sharing(Dispatch):
 
     def _assign_waiting(self, out: list[Command]) -> None:
         begun = len(out)
-        while self._waiting:
+        while self._waiting and not self._loose:
             if self.given_up is not None:
                 for waiting in self._waiting:
                     assert isinstance(waiting, Batch)
@@ -410,9 +412,15 @@ class Sharing(Dispatch):
         return begun >= self._ahead or self.used_bytes + nbytes > rules.SMALL_BYTES
 
     def _assign_loose(self, out: list[Command]) -> None:
-        """To whoever has fewest rows before him. Not to a worker who can't lose them again."""
-        crew = [w for w in self._active if w.ready or w.proof == ALL_BATCHES]
-        crew = crew or self._active
+        """To whoever has fewest rows before him, and can lose them again.
+
+        What lies behind an unread message that is no batch can't be recalled. So a worker that is
+        not done with an epoch that is over, or that is to be started anew, gets nothing before it
+        has spoken: it may be stuck.
+        """
+        crew = [w for w in self._active if w.proof == ALL_BATCHES or (w.ready and not w.queue)]
+        if not crew:
+            return
         loads = [sum(map(_rows, w.queue)) + (0.0 if w.ready else 0.5) for w in crew]
         for part in self._loose:
             at = loads.index(min(loads))

@@ -6,6 +6,7 @@ does (fits, does not, raises, kills) belongs to its position, so every run has o
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -72,10 +73,10 @@ class Shared(Setup):
     def outcome(self, position: int) -> tuple[str, int]:
         """What becomes of a batch that nothing but its own rows disturbs."""
         for row in range(self.count(position)):
-            if (position, row) in self.killing:
-                return "failed", row
             if (position, row) in self.raising and not self.skips:
                 return "raised", row
+            if (position, row) in self.killing:
+                return "failed", row
         return "filled", 0
 
 
@@ -237,7 +238,9 @@ class SharedWorld(World):
 
     def check(self) -> None:
         dispatch = self.dispatch
-        assert not dispatch._loose, "a part that nobody has"
+        for worker in dispatch._active if dispatch._loose else []:
+            assert worker.queue or not worker.ready, "a part that nobody has beside an idle worker"
+        loose = Counter(id(part.batch) for part in dispatch._loose)
         batches: dict[int, Batch] = {}
         hands: dict[int, int] = {}
         for worker in dispatch.workers:
@@ -254,7 +257,7 @@ class SharedWorld(World):
         pieces: list[Extent] = []
         for batch in batches.values():
             assert batch.writers == hands.get(id(batch), 0)
-            assert batch.abandoned or batch.left == batch.writers
+            assert batch.abandoned or batch.left == batch.writers + loose[id(batch)]
             own = [*batch.outgrown, *([batch.extent] if batch.extent is not None else [])]
             pieces += own
         reserved = sum(piece.size for piece in pieces)
@@ -540,3 +543,31 @@ def test_the_one_who_keeps_everything_still_gets_a_batch_ahead() -> None:
         with mock.patch.object(dispatch_module, "SMALL_BYTES", 0):
             todo += parts(sharing.pump())
     assert todo, "nothing is loaded ahead"
+
+
+def test_a_worker_that_is_stuck_in_the_last_epoch_gets_nothing_while_others_can() -> None:
+    sharing, commands = started(workers=3, rows=3, batches=1)
+    stuck, *others = parts(commands)
+    recalls = sharing.abandon()
+    assert {command.worker for command in recalls} == {0, 1, 2}
+    sharing.recalled(stuck.worker, None)
+    for part in others:
+        sharing.recalled(part.worker, part.seq)
+    sharing.begin_epoch()
+    given = parts(sharing.submit((0, [0, 1, 2])))
+    assert given
+    assert stuck.worker not in {part.worker for part in given}
+    assert sharing.used_bytes == 6 * PAGE, "the extent that it may still write to is not free"
+
+
+def test_a_batch_that_no_worker_can_be_given_waits_for_one_that_speaks() -> None:
+    sharing, commands = started(workers=2, rows=2, batches=1)
+    old = parts(commands)
+    sharing.abandon()
+    for part in old:
+        sharing.recalled(part.worker, None)
+    sharing.begin_epoch()
+    assert sharing.submit((0, [0, 1])) == []
+    assert sharing.stuck_task() in old, "whom a timeout should ask"
+    given = parts(finish(sharing, old[1]))
+    assert [part.worker for part in given] == [1, 1]
