@@ -18,6 +18,7 @@ NAMES = (
     "jpeg",
     "outliers",
     "memory",
+    "shared",
     "first_batch_fork",
     "first_batch_spawn",
     "first_batch_forkserver",
