@@ -142,8 +142,7 @@ class World:
         waves = 0
         while commands:
             waves += 1
-            most = 2 * self.window + self.dispatch.outstanding + self.most_workers + 2
-            assert waves <= most, "recalls without end"
+            assert waves <= self.most_waves, "recalls without end"
             more: list[Command] = []
             for command in commands:
                 if isinstance(command, GiveBack):
@@ -182,6 +181,10 @@ class World:
                     assert not worker.task or not worker.alive
                     worker.pipe.append(("exit",))
             commands = more
+
+    @property
+    def most_waves(self) -> int:
+        return 2 * self.window + self.dispatch.outstanding + self.most_workers + 2
 
     def give_back(self, extents: list[Extent]) -> None:
         """Pages go back to the system: nobody may have any of them."""

@@ -92,6 +92,7 @@ class SharedWorld(World):
             return Sharing(lead=setup.lead, skips=setup.skips, **settings)
 
         super().__init__(setup, make)  # type: ignore[arg-type]
+        self.most_waves += 2 * setup.window * setup.rows
         self.owners: dict[int, int] = {}  # number of a part -> its batch
 
     # ---- the trainer
