@@ -300,6 +300,18 @@ def test_bad_samples_are_skipped_counted_and_listed() -> None:
     assert [index for index, _ in stats.skips] == sorted(bad)
 
 
+def test_subsets_are_skipped_and_loaded_whole_sample_by_sample() -> None:
+    dataset = Subset(Failing(40, {3, 22}, datasets.raise_value_error), range(1, 33))
+    batches, errors = going_on(iter(loader_of(dataset)))
+    assert [batch[0] for batch in numbers(batches)] == [5, 9, 13, 17, 25, 29]
+    assert [", index 2." in str(errors[0]), ", index 21." in str(errors[1])] == [True, True]
+    skipping = loader_of(dataset, on_error="skip")
+    assert [len(batch) for batch in numbers(skipping)] == [3, 4, 4, 4, 4, 3, 4, 4]
+    assert skipping.stats().skipped == 2
+    ragged = epoch(loader_of(Subset(Ragged(40), range(40))))
+    assert same(ragged, epoch(loader_of(Ragged(40), num_workers=1)))
+
+
 def test_an_init_function_that_raises_is_an_error_of_every_batch() -> None:
     iterator = iter(loader_of(Numbers(8), worker_init_fn=_refuse))
     batches, errors = going_on(iterator)

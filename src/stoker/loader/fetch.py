@@ -160,7 +160,7 @@ class Fetcher:
         if not self._job.batched:
             return self._fetch_one(index, room)
         many = getattr(self._job.dataset, "__getitems__", None)
-        if many:
+        if many and not self._job.share:  # shared batches are loaded row by row
             return self._fetch_many(many, index, room)
         return self._fetch_each(index, room)
 

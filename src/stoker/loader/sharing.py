@@ -136,13 +136,13 @@ class Sharing(Dispatch):
     def stuck_task(self) -> Task | None:
         """What the caller waits for: of a shared batch the first part that was begun."""
         head = self.head_task()
-        if isinstance(head, Batch) and head.left:
-            held = [part for part in head.parts if part.worker >= 0]
-            begun = [part for part in held if self.workers[part.worker].queue[0] is part]
-            # Where no worker has any part yet, all of them are busy with something older.
-            older = [worker.queue[0] for worker in self._active if worker.queue]
-            return next(iter(begun or held or older), head)
-        return head
+        if not isinstance(head, Batch) or head.worker >= 0:
+            return head
+        held = [part for part in head.parts if part.worker >= 0]
+        begun = [part for part in held if self.workers[part.worker].queue[0] is part]
+        # Where no worker has any of it, they are busy with something older.
+        older = [worker.queue[0] for worker in self._active if worker.queue]
+        return next(iter(begun or held or older), head)
 
     # ---- events
 

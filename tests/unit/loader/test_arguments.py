@@ -119,8 +119,6 @@ def test_nonsense_for_memory_is_refused_at_once_with_what_is_accepted(
         ({"on_error": "ignore"}, '"raise" or "skip"'),
         ({"num_workers": "many"}, '"auto" or an int'),
         ({"share_batches": "yes"}, "True or False"),
-        ({"share_batches": True, "batch_size": None}, "batch_size=None"),
-        ({"share_batches": True, "collate_fn": list}, "collate_fn"),
     ],
     ids=str,
 )
