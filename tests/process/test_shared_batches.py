@@ -214,10 +214,10 @@ def test_a_batch_that_is_loaded_whole_draws_what_its_rows_would() -> None:
 def test_batches_of_different_shapes_are_loaded_whole_and_sharing_is_given_up(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    expected = epoch(loader_of(Ragged(80), num_workers=1))
-    assert [batch["torch"].shape[1] for batch in expected] == [8, 9, 10, 11, 12] * 4
+    expected = epoch(loader_of(Ragged(160), num_workers=1))
+    assert [batch["torch"].shape[1] for batch in expected] == [8, 9, 10, 11, 12] * 8
     caplog.clear()
-    iterator: Any = seeded(loader_of(Ragged(80), persistent_workers=True))
+    iterator: Any = seeded(loader_of(Ragged(160), persistent_workers=True))
     assert same(list(iterator), expected)
     assert "instead of" in (given_up(iterator) or "")
     assert [r.levelno for r in caplog.records if "share_batches=False" in r.getMessage()] == [

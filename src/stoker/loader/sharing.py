@@ -15,7 +15,7 @@ still gets one batch ahead.
 
 What does not fit. A sample of another type, dtype or shape than the layout's spoils its batch:
 once every part of it has come back, it is loaded whole, by one worker, as ``Dispatch`` does it,
-and the next batch is probed again. After three such batches in a row sharing is given up. If
+and the next batch is probed again. Where that happens again and again sharing is given up. If
 samples raise, the lowest row's exception is the batch's, as if they had been loaded in order.
 
 Who may write. A part in a worker's hands may be written to; the extent of its batch is free only
@@ -35,8 +35,14 @@ from stoker.loader import dispatch as rules
 from stoker.loader.dispatch import _ALL_BATCHES as ALL_BATCHES
 from stoker.loader.dispatch import Assign, Command, Dispatch, Grant, Recall, State, Task
 
-MAX_MISFITS = 3
-"""After so many batches in a row that had to be loaded whole, sharing is given up."""
+MAX_MISFITS = 3.0
+"""Sharing is given up after so many layouts (or raising samples to be skipped) in a row in vain.
+
+A batch that could be shared, beyond the one its layout was learned from, makes up for half of one.
+"""
+
+_WORTH_IT = 3
+"""A layout that served so many batches was not learned in vain."""
 
 PARTS_A_WORKER = 2
 """So that an idle worker can take over half of what a slow one has."""
@@ -128,7 +134,8 @@ class Sharing(Dispatch):
         self._skips = skips
         self._layout: Layout | None = None
         self._probing: Batch | None = None
-        self._misfits = 0
+        self._served = 0  # batches filled with this layout
+        self._misfits = 0.0
         self._loose: list[Part] = []  # neither with a worker nor finished
 
     # ---- what a caller may ask
@@ -244,24 +251,30 @@ class Sharing(Dispatch):
     def _probed(self, batch: Batch, worker: int, layout: Layout) -> None:
         self._probing = None
         self._layout = layout
+        self._served = 0
         batch.keeper = worker
         batch.parts = []
         super()._requeue(batch)
 
     def _settle(self, batch: Batch) -> None:
         """Once nothing more is to come of a batch: finished, failed, or to be loaded whole."""
+        culprit = batch.culprit
         lowest = min((row for row, _ in batch.errors), default=batch.rows)
-        ruined = batch.spoiled is not None or batch.culprit is not None
-        if ruined or batch.errors:
+        if batch.spoiled is not None:
+            needed = 0
+        elif culprit is not None:
+            needed = min(lowest, culprit.first)
+        else:
+            needed = lowest
+        if needed < batch.rows:  # what comes after does not matter any more
             for part in [part for part in self._loose if part.batch is batch]:
-                if ruined or part.first > lowest:
+                if part.first >= needed:
                     self._loose.remove(part)
                     batch.left -= 1
         if batch.left:
             return
         if batch is self._probing:
             self._probing = None
-        culprit = batch.culprit
         if batch.spoiled is not None:  # then also what it raises is to be found out
             self._load_whole(batch)
             return
@@ -275,7 +288,10 @@ class Sharing(Dispatch):
             batch.state = State.FILLED
             batch.result = min(batch.errors, key=lambda error: error[0])[1]
         else:
-            self._misfits = 0
+            if batch.layout is self._layout:
+                self._served += 1
+                if self._served > 1:
+                    self._misfits = max(0.0, self._misfits - 0.5)
             batch.state = State.FILLED
             batch.result = batch.filled
         self._filled[batch.seq] = batch
@@ -287,9 +303,13 @@ class Sharing(Dispatch):
         batch.filled = {}
         batch.errors = []
         batch.culprit = None
-        if batch.outdated and self._layout is batch.layout:
+        if not batch.outdated:
+            self._misfits += 1
+        elif batch.layout is self._layout:  # else it was begun before the change was known
+            if self._served < _WORTH_IT:
+                self._misfits += 1
             self._layout = None
-        self._misfits += 1
+            self._served = 0
         if self._misfits >= MAX_MISFITS and self.given_up is None:
             self.given_up = batch.spoiled
         super()._requeue(batch)

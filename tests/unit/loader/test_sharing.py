@@ -490,7 +490,7 @@ def test_after_a_misfit_the_next_batch_is_probed_again() -> None:
 def test_sharing_is_given_up_after_three_batches_in_a_row_that_do_not_fit() -> None:
     sharing = Sharing(workers=1, budget=100 * PAGE, window=8)
     sharing.worker_ready(0)
-    for position in range(MAX_MISFITS):
+    for position in range(int(MAX_MISFITS)):
         assert sharing.given_up is None
         (probe,) = sharing.submit((position, [0, 1]))
         assert isinstance(probe, Assign)
@@ -499,7 +499,7 @@ def test_sharing_is_given_up_after_three_batches_in_a_row_that_do_not_fit() -> N
         assert isinstance(whole, Assign)
         sharing.done(0, whole.task.seq, PAGE, None)
     assert sharing.given_up == "a set"
-    (whole,) = sharing.submit((MAX_MISFITS, [0, 1]))
+    (whole,) = sharing.submit((int(MAX_MISFITS), [0, 1]))
     assert isinstance(whole, Assign)
     assert not isinstance(whole.task, Part)
 
@@ -572,3 +572,29 @@ def test_a_batch_that_no_worker_can_be_given_waits_for_one_that_speaks() -> None
     assert sharing.stuck_task() in old, "whom a timeout should ask"
     given = parts(finish(sharing, old[1]))
     assert [part.worker for part in given] == [1, 1]
+
+
+def test_sharing_is_given_up_where_every_other_batch_does_not_fit_and_not_where_few_do() -> None:
+    for period, gives_up in ((2, True), (4, False)):
+        sharing = Sharing(workers=1, budget=100 * PAGE, window=8)
+        sharing.worker_ready(0)
+        for position in range(24):
+            commands = sharing.submit((position, [0]))
+            for _ in range(3):  # a probe, a part, and perhaps the whole
+                (command,) = commands or [None]
+                if not isinstance(command, Assign):
+                    break
+                if not isinstance(command.task, Part):
+                    commands = sharing.done(0, command.task.seq, PAGE, None)
+                elif command.task.probe:
+                    plan = Plan(0, PAGE)
+                    commands = sharing.part_done(0, command.task.seq, Verdict.PROBED, plan)
+                elif position % period == 1:
+                    commands = sharing.part_done(0, command.task.seq, Verdict.MISFIT, "odd")
+                else:
+                    commands = sharing.part_done(0, command.task.seq, Verdict.FILLED, [])
+            delivery = sharing.deliver()
+            assert delivery is not None
+            if delivery.task.extent is not None:
+                sharing.release(delivery.task.extent.start)
+        assert (sharing.given_up is not None) == gives_up
