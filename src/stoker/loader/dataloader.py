@@ -32,8 +32,8 @@ from stoker.loader.platform import FALLBACKS, missing, say_once
 from stoker.loader.pool import Pool
 from stoker.loader.progress import Progress
 from stoker.loader.replay import Start, describe
-from stoker.loader.state import LoaderState, adapt, check, parse
 from stoker.loader.sharing_engine import SharingEngine
+from stoker.loader.state import LoaderState, adapt, check, parse
 from stoker.loader.stats import Counters, LoaderStats, Quantiles
 from stoker.loader.streams import is_stateful
 from stoker.loader.threads import ThreadCrew

@@ -17,8 +17,8 @@ from stoker.loader.fetch import At, Job, wrap_exception
 from stoker.loader.row_plan import RowPlan, Rows, Unfit
 from stoker.loader.sharing import Verdict
 
-BeginSample = Callable[[int, int], None]
-"""Called with the position of the batch and the row before each sample is loaded."""
+BeginSample = Callable[[int, int, int], None]
+"""Called with the epoch, the position of the batch and the row before each sample is loaded."""
 
 
 class PartReport(NamedTuple):
@@ -49,13 +49,13 @@ class PartFiller:
         self._label = label
         self._begin = begin_sample
         self._plan: RowPlan | None = None
-        self._kept: tuple[int, int, Any] | None = None  # batch, position, sample of its first row
+        self._kept: tuple[int, Any] | None = None  # a batch, and the sample of its first row
         self._fetch_seconds = 0.0
         self._slowest: tuple[Any, float] | None = None
 
     def fill(self, message: tuple[Any, ...]) -> PartReport:
         """Load the rows of a part."""
-        _, _, start, size, position, batch, rows, first, indices, packed = message
+        _, _, start, size, epoch, position, batch, rows, first, indices, packed = message
         began = time.perf_counter()
         self._fetch_seconds = 0.0
         self._slowest = None
@@ -64,9 +64,9 @@ class PartFiller:
         kept, self._kept = self._kept, None
         try:
             if packed is None:
-                sample = self._load(position, first, indices[0])
+                sample = self._load((epoch, position, first), indices[0])
                 plan = RowPlan.of(sample)
-                self._kept = batch, position, sample
+                self._kept = batch, sample
                 verdict, value = Verdict.PROBED, plan.packed
             else:
                 into = Rows(
@@ -78,10 +78,10 @@ class PartFiller:
                 )
                 for at, index in enumerate(indices):
                     row = first + at
-                    if row == 0 and kept is not None and kept[:2] == (batch, position):
-                        sample, kept = kept[2], None
+                    if row == 0 and kept is not None and kept[0] == batch:
+                        sample, kept = kept[1], None
                     else:
-                        sample = self._load(position, row, index)
+                        sample = self._load((epoch, position, row), index)
                     into.put(sample, at)
                     del sample
                 value = into.texts
@@ -95,8 +95,8 @@ class PartFiller:
             int(verdict), value, row, self._fetch_seconds, took - self._fetch_seconds, self._slowest
         )
 
-    def _load(self, position: int, row: int, index: Any) -> Any:
-        self._begin(position, row)
+    def _load(self, place: tuple[int, int, int], index: Any) -> Any:
+        self._begin(*place)
         began = time.perf_counter()
         try:
             return self._dataset[index]
@@ -117,8 +117,11 @@ class PartFiller:
 class RowByRow:
     """The indices of a batch that is loaded whole, seeded by row as those of a shared one are."""
 
-    def __init__(self, indices: Sequence[Any], position: int, begin: BeginSample) -> None:
+    def __init__(
+        self, indices: Sequence[Any], epoch: int, position: int, begin: BeginSample
+    ) -> None:
         self._indices = indices
+        self._epoch = epoch
         self._position = position
         self._begin = begin
 
@@ -127,5 +130,5 @@ class RowByRow:
 
     def __iter__(self) -> Iterator[Any]:
         for row, index in enumerate(self._indices):
-            self._begin(self._position, row)
+            self._begin(self._epoch, self._position, row)
             yield index

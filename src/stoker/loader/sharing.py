@@ -119,13 +119,19 @@ class Sharing(Dispatch):
         lead: int = 2,
         in_order: bool = True,
         skips: bool = False,
+        region: int | None = None,
     ) -> None:
         """``lead``: how many batches beyond the caller's are begun where they are not small.
 
         ``skips``: a sample that raises is dropped, which only loading whole can do.
         """
         super().__init__(
-            workers=workers, budget=budget, window=window, ahead=ahead, in_order=in_order
+            workers=workers,
+            budget=budget,
+            window=window,
+            ahead=ahead,
+            in_order=in_order,
+            region=region,
         )
         self.pinned = self._trial = False  # any worker may load any sample
         self.given_up: str | None = None
@@ -154,9 +160,9 @@ class Sharing(Dispatch):
     # ---- events
 
     def submit(self, payload: object) -> list[Command]:
-        """A batch of indices was drawn: ``(position, indices)``."""
+        """A batch of indices was drawn: ``(epoch, position, indices)``."""
         assert isinstance(payload, tuple)
-        indices = payload[1]
+        indices = payload[2]
         rows = len(indices) if isinstance(indices, (list, tuple)) else 0
         batch = Batch(self._next_seq, payload, self._next_home(), rows=rows, whole=not rows)
         self._next_seq += 1
@@ -407,9 +413,9 @@ class Sharing(Dispatch):
         batch.state = State.ASSIGNED
         batch.left = len(bounds) - 1
         assert isinstance(batch.payload, tuple)
-        position, indices = batch.payload
+        epoch, position, indices = batch.payload
         for first, end in pairwise(bounds):
-            payload = (position, indices[first:end])
+            payload = (epoch, position, indices[first:end])
             part = Part(self._next_seq, payload, -1, batch=batch, first=first, count=end - first)
             part.probe = probe
             self._next_seq += 1

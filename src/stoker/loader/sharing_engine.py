@@ -35,6 +35,7 @@ class SharingEngine(Engine):
             lead=terms.share,
             in_order=terms.in_order,
             skips=terms.skip_errors,
+            region=self._arena.region_bytes,
         )
 
     def _send_task(self, worker: int, task: Task) -> None:
@@ -43,13 +44,13 @@ class SharingEngine(Engine):
             return
         batch = task.batch
         assert isinstance(task.payload, tuple)
-        position, indices = task.payload
+        epoch, position, indices = task.payload
         packed = None
         if not task.probe:
             assert isinstance(batch.layout, RowPlan)
             packed = batch.layout.packed
         start, size = (0, 0) if batch.extent is None else batch.extent
-        place = (start, size, position, batch.seq, batch.rows, task.first)
+        place = (start, size, epoch, position, batch.seq, batch.rows, task.first)
         self._crew.send(worker, Kind.PART, task.seq, *place, indices, packed)
 
     def _handle(self, event: Event) -> None:
@@ -73,6 +74,8 @@ class SharingEngine(Engine):
         elif verdict is Verdict.FILLED:
             value = report
         self._act(self._dispatch.part_done(worker, seq, verdict, value, report.row))
+        if self.wished is not None:
+            self._grant_wish()
         if self._dispatch.given_up is not None and not self._said_why:
             self._said_why = True
             log.warning(

@@ -36,7 +36,7 @@ class Kind(IntEnum):
     GRANT = 2  # seq, extent start, size
     EPOCH = 3  # shared seed: start over (persistent workers)
     EXIT = 4
-    PART = 5  # number, extent start, size, position, batch, its rows, first row, indices, layout
+    PART = 5  # number, extent start, size, epoch, position, batch, its rows, first, indices, layout
     # worker -> trainer
     READY = 10
     DONE = 11  # seq, the values of a Report

@@ -99,7 +99,7 @@ class Worker(ABC):
         """Seed what the batch at this position of this epoch may draw from."""
 
     @abstractmethod
-    def begin_sample(self, position: int, row: int) -> None:
+    def begin_sample(self, epoch: int, position: int, row: int) -> None:
         """Where batches are shared: seed what one sample of the batch may draw from."""
 
     @abstractmethod
@@ -206,7 +206,7 @@ class Worker(ABC):
     def _serve_part(self, message: tuple[Any, ...]) -> None:
         """Some rows of a batch that several workers fill."""
         if self._broken is not None:
-            report = not_begun(self._broken, first=message[7])
+            report = not_begun(self._broken, first=message[8])
         else:
             if self._filler is None:
                 self._filler = PartFiller(self.job, self._arena, self.label, self.begin_sample)

@@ -28,7 +28,7 @@ from stoker.loader.dispatch import (
 )
 from stoker.loader.extents import Extent
 from stoker.loader.sharing import MAX_MISFITS, Batch, Part, Sharing, Verdict
-from tests.unit.loader.test_dispatch import PAGE, Setup, Worker, World, budgets, scripts
+from tests.unit.loader.test_dispatch import PAGE, REGION, Setup, Worker, World, budgets, scripts
 
 UNFIT = -1
 
@@ -92,8 +92,11 @@ class SharedWorld(World):
             return Sharing(lead=setup.lead, skips=setup.skips, **settings)
 
         super().__init__(setup, make)  # type: ignore[arg-type]
-        self.most_waves += 2 * setup.window * setup.rows
         self.owners: dict[int, int] = {}  # number of a part -> its batch
+
+    @property
+    def most_waves(self) -> int:
+        return super().most_waves + 2 * self.window * self.setup.rows
 
     # ---- the trainer
 
@@ -133,14 +136,14 @@ class SharedWorld(World):
 
     def key(self, task: Task) -> tuple[int, int]:
         assert isinstance(task.payload, tuple)
-        (epoch, position), _ = task.payload
+        epoch, position, _ = task.payload
         return epoch, position
 
     def submit(self) -> None:
         position = self.position
         self.position += 1
         rows = list(range(self.setup.count(position)))
-        self.act(self.dispatch.submit(((self.epoch, position), rows)))
+        self.act(self.dispatch.submit((self.epoch, position, rows)))
         self.check()
 
     def accept(self, delivery: Delivery) -> None:
@@ -178,7 +181,7 @@ class SharedWorld(World):
             assert message[3] == worker.epoch or message[2].abandoned
             worker.task = message
         elif message[0] == "task":
-            _, seq, extent, epoch, ((_, position), rows) = message
+            _, seq, extent, epoch, (_, position, rows) = message
             super().begin(worker, ("task", seq, extent, epoch, (epoch, position)))
             for row in rows:
                 if (position, row) in self.setup.raising and not self.setup.skips:
@@ -208,7 +211,7 @@ class SharedWorld(World):
 
     def fill(self, worker: Worker, seq: int, part: Part, epoch: int) -> None:
         setup = self.setup
-        (_, position), rows = part.payload  # type: ignore[misc]
+        _, position, rows = part.payload  # type: ignore[misc]
         assert rows == list(range(part.first, part.first + part.count))
         layout = part.batch.layout
         done = []
@@ -264,20 +267,25 @@ class SharedWorld(World):
         reserved = sum(piece.size for piece in pieces)
         leases = list(dispatch._leases.values())
         assert dispatch.used_bytes == reserved + sum(extent.size for extent in leases)
-        assert 0 <= dispatch.used_bytes <= dispatch.peak_bytes <= dispatch.budget
+        assert 0 <= dispatch.used_bytes <= dispatch.peak_bytes <= self.most_budget
+        # What is above a bound that was lowered only becomes less.
+        assert dispatch.used_bytes <= max(dispatch.budget, self.used_bytes)
+        self.used_bytes = dispatch.used_bytes
         pieces += leases
         pieces += dispatch.extents.blocks()
         at = 0
         for piece in sorted(pieces):
             assert piece.start == at, "extents overlap or are lost"
             at = piece.end
-        assert at == dispatch.budget
+        assert at == max(REGION, dispatch.budget)
+        assert not dispatch.extents.beyond, "free pages that nobody gives back"
         alike = self.setup.kinds == (0,) and not self.setup.odd and not self.setup.raising
         if dispatch_module.SMALL_BYTES == 0 and alike and self.setup.row_bytes:
             begun = len(dispatch.tasks) - len(dispatch._waiting)
             assert begun <= self.setup.lead + 1, "more batches in flight than is worth it"
         assert self.recalls <= 4 * self.chances + (self.epoch + 1) * (
-            2 * (self.setup.rows + 1) * self.setup.window + 2 * self.setup.workers
+            2 * (self.setup.rows + 1) * self.setup.window * self.most_workers
+            + 2 * self.most_workers
         ), "recalls without end"
 
     def check_all_delivered(self) -> None:
@@ -327,6 +335,7 @@ def setups(draw: st.DrawFn, /, **fixed: Any) -> Shared:
         "batches": draw(st.integers(0, 10)),
         "epochs": draw(st.integers(1, 4)),
         "keeps": draw(st.sampled_from([0, 2, 4])),
+        "resizes": draw(st.sampled_from([0, 0, 3, 20])),
         "rows": draw(st.integers(1, 9)),
         "lead": draw(st.integers(1, 3)),
         "row_bytes": draw(st.sampled_from([0, 1, PAGE // 2, PAGE])),
@@ -385,7 +394,7 @@ def started(
     out: list[Command] = []
     with mock.patch.object(dispatch_module, "SMALL_BYTES", 0):
         for position in range(batches):
-            out += sharing.submit((position, list(range(rows))))
+            out += sharing.submit((0, position, list(range(rows))))
         (probe,) = out
         assert isinstance(probe, Assign)
         out = sharing.part_done(0, probe.task.seq, Verdict.PROBED, Plan(0, PAGE))
@@ -398,7 +407,7 @@ def parts(commands: list[Command]) -> list[Part]:
 
 def _position(part: Part) -> int:
     assert isinstance(part.payload, tuple)
-    return int(part.payload[0])
+    return int(part.payload[1])
 
 
 def finish(sharing: Sharing, part: Part) -> list[Command]:
@@ -438,7 +447,7 @@ def test_sixteen_workers_take_the_memory_of_three_batches() -> None:
 def test_while_workers_start_one_batch_is_enough() -> None:
     sharing = Sharing(workers=2, budget=100 * PAGE, window=8)
     sharing.worker_ready(0)
-    (probe,) = [c for n in range(3) for c in sharing.submit((n, [0, 1, 2, 3]))]
+    (probe,) = [c for n in range(3) for c in sharing.submit((0, n, [0, 1, 2, 3]))]
     assert isinstance(probe, Assign)
     todo = parts(sharing.part_done(0, probe.task.seq, Verdict.PROBED, Plan(0, PAGE)))
     assert {_position(part) for part in todo} == {0}
@@ -448,7 +457,7 @@ def test_while_workers_start_one_batch_is_enough() -> None:
 def test_an_idle_worker_takes_over_from_one_that_is_not_up() -> None:
     sharing = Sharing(workers=2, budget=100 * PAGE, window=8)
     sharing.worker_ready(0)
-    (probe,) = sharing.submit((0, [0, 1]))
+    (probe,) = sharing.submit((0, 0, [0, 1]))
     assert isinstance(probe, Assign)
     mine, other = parts(sharing.part_done(0, probe.task.seq, Verdict.PROBED, Plan(0, PAGE)))
     assert (mine.worker, other.worker) == (0, 1)
@@ -492,14 +501,14 @@ def test_sharing_is_given_up_after_three_batches_in_a_row_that_do_not_fit() -> N
     sharing.worker_ready(0)
     for position in range(int(MAX_MISFITS)):
         assert sharing.given_up is None
-        (probe,) = sharing.submit((position, [0, 1]))
+        (probe,) = sharing.submit((0, position, [0, 1]))
         assert isinstance(probe, Assign)
         assert isinstance(probe.task, Part)
         (whole,) = sharing.part_done(0, probe.task.seq, Verdict.MISFIT, "a set")
         assert isinstance(whole, Assign)
         sharing.done(0, whole.task.seq, PAGE, None)
     assert sharing.given_up == "a set"
-    (whole,) = sharing.submit((int(MAX_MISFITS), [0, 1]))
+    (whole,) = sharing.submit((0, int(MAX_MISFITS), [0, 1]))
     assert isinstance(whole, Assign)
     assert not isinstance(whole.task, Part)
 
@@ -555,7 +564,7 @@ def test_a_worker_that_is_stuck_in_the_last_epoch_gets_nothing_while_others_can(
     for part in others:
         sharing.recalled(part.worker, part.seq)
     sharing.begin_epoch()
-    given = parts(sharing.submit((0, [0, 1, 2])))
+    given = parts(sharing.submit((0, 0, [0, 1, 2])))
     assert given
     assert stuck.worker not in {part.worker for part in given}
     assert sharing.used_bytes == 6 * PAGE, "the extent that it may still write to is not free"
@@ -568,7 +577,7 @@ def test_a_batch_that_no_worker_can_be_given_waits_for_one_that_speaks() -> None
     for part in old:
         sharing.recalled(part.worker, None)
     sharing.begin_epoch()
-    assert sharing.submit((0, [0, 1])) == []
+    assert sharing.submit((0, 0, [0, 1])) == []
     assert sharing.stuck_task() in old, "whom a timeout should ask"
     given = parts(finish(sharing, old[1]))
     assert [part.worker for part in given] == [1, 1]
@@ -579,7 +588,7 @@ def test_sharing_is_given_up_where_every_other_batch_does_not_fit_and_not_where_
         sharing = Sharing(workers=1, budget=100 * PAGE, window=8)
         sharing.worker_ready(0)
         for position in range(24):
-            commands = sharing.submit((position, [0]))
+            commands = sharing.submit((0, position, [0]))
             for _ in range(3):  # a probe, a part, and perhaps the whole
                 (command,) = commands or [None]
                 if not isinstance(command, Assign):
