@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset
 
-from stoker import DataLoader
+from stoker import DataLoader, Knobs
 from stoker.errors import ConfigError, WorkerDied, WorkerTimeout
 from stoker.loader import platform
 from stoker.loader.sharing import Sharing
@@ -667,3 +667,37 @@ def test_a_changed_map_of_collate_functions_is_respected(
     functions = torch.utils.data._utils.collate.default_collate_fn_map
     monkeypatch.setitem(functions, torch.Tensor, lambda batch, **_: -torch.stack(batch))
     assert numbers(loader_of(Numbers(8))) == [[-n for n in batch] for batch in counted(8, 4)]
+
+
+# ---- together with what else can change in mid-run
+
+
+def test_workers_and_bytes_may_change_in_mid_epoch(undisturbed: list[Any]) -> None:
+    loader = loader_of(Augmented(120), shuffle=True)
+    iterator = seeded(loader)
+    batches = []
+    for workers, nbytes in ((1, 1 << 20), (5, None), (2, 1 << 16), (4, 1 << 24)):
+        batches += [next(iterator) for _ in range(4)]
+        assert loader.apply(Knobs(workers=workers, in_flight_bytes=nbytes)).workers == workers
+    assert same(batches + list(iterator), undisturbed)
+
+
+def test_a_resumed_epoch_goes_on_with_the_same_draws(undisturbed: list[Any]) -> None:
+    loader = loader_of(Augmented(120), shuffle=True)
+    iterator = seeded(loader)
+    batches = [next(iterator) for _ in range(7)]
+    again = loader_of(Augmented(120), shuffle=True, num_workers=5)
+    again.load_state_dict(loader.state_dict())
+    assert same(batches + list(again), undisturbed)
+
+
+def test_the_next_epoch_may_begin_before_this_one_ends() -> None:
+    def epochs(**more: Any) -> list[list[Any]]:
+        generator = torch.Generator().manual_seed(7)
+        loader = loader_of(
+            Augmented(40), shuffle=True, generator=generator, persistent_workers=True, **more
+        )
+        torch.manual_seed(1)
+        return [list(loader) for _ in range(3)]
+
+    assert same(epochs(prefetch_next_epoch=True), epochs())
