@@ -19,6 +19,7 @@ TITLES = {
     "torch_unordered": "torch, in_order=False",
     "stoker": "Stoker",
     "stoker_bounded": 'Stoker, memory="400MB"',
+    "stoker_shared": "Stoker, shared batches",
     "spdl": "SPDL threads",
 }
 MODULES = {
@@ -26,6 +27,7 @@ MODULES = {
     "torch_unordered": "torch",
     "stoker": "stoker",
     "stoker_bounded": "stoker",
+    "stoker_shared": "stoker",
     "spdl": "spdl.pipeline",
 }
 
@@ -42,6 +44,7 @@ class LoaderSpec:
     start_method: str | None = None
     memory: str | None = None
     shuffle: bool = False
+    share: bool = False
 
 
 def missing(contender: str) -> str:
@@ -76,10 +79,14 @@ def make_loader(contender: str, spec: LoaderSpec) -> Any:
         import stoker
 
         make = stoker.DataLoader
-        extra = {} if spec.memory is None else {"memory": spec.memory}
+        extra: dict[str, Any] = {} if spec.memory is None else {"memory": spec.memory}
+        if spec.share:
+            extra["share_batches"] = True
         return make(spec.dataset, **_torch_arguments(spec), **extra)
     if contender == "stoker_bounded":
         return make_loader("stoker", replace(spec, memory="400MB"))
+    if contender == "stoker_shared":
+        return make_loader("stoker", replace(spec, share=True))
     if contender == "spdl":
         return _Spdl(spec)
     raise ValueError(f"no contender is named {contender!r}: choose from {', '.join(TITLES)}")

@@ -40,7 +40,8 @@ class Grid:
 
 def grids(record: Record) -> list[Grid]:
     """Every table that the record has content for."""
-    found = [_throughput(record), _known_slow(record), _memory(record), _waits(record)]
+    found = [_throughput(record), _known_slow(record), _memory(record), _shared(record)]
+    found.append(_waits(record))
     found.append(_trainer(record))
     return [grid for grid in found if grid.rows] + [_targets(record)]
 
@@ -93,6 +94,22 @@ def _memory(record: Record) -> Grid:
                 ratio = f"{row['ratio']['median']:.2f}" if row["ratio"] else "-"
                 cells = [_value(base), _value(row), ratio, row["note"]]
                 grid.rows.append([TITLES[row["contender"]], *cells])
+    return grid
+
+
+def _shared(record: Record) -> Grid:
+    waits = ("first_1", "first_2", "first_4", "first_8")
+    columns = ["loader", "shared memory, 16 workers", "of torch"]
+    columns += [f"first batch, {name[6:]}" for name in waits]
+    grid = Grid("Shared batches", columns)
+    for case in cases_of(record, "shared"):
+        grid.title = case["title"]
+        for row in case["rows"]:
+            if row["variant"] == "shmem":
+                who = row["contender"]
+                ratio = f"{row['ratio']['median']:.2f}" if row["ratio"] else "-"
+                firsts = [_value(row_of(case, who, name)) for name in waits]
+                grid.rows.append([TITLES[who], _value(row), ratio, *firsts])
     return grid
 
 

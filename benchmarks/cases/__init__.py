@@ -19,6 +19,7 @@ NAMES = (
     "outliers",
     "known_slow",
     "memory",
+    "shared",
     "first_batch_fork",
     "first_batch_spawn",
     "first_batch_forkserver",

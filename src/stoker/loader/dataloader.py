@@ -11,11 +11,11 @@ import multiprocessing
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.utils.data
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import Dataset, IterableDataset, Sampler, Subset, default_collate
 from torch.utils.data.dataloader import (
     _BaseDataLoaderIter,
     _DatasetKind,
@@ -32,6 +32,7 @@ from stoker.loader.platform import FALLBACKS, missing, say_once
 from stoker.loader.pool import Pool
 from stoker.loader.progress import Progress
 from stoker.loader.replay import Start, describe
+from stoker.loader.sharing_engine import SharingEngine
 from stoker.loader.state import LoaderState, adapt, check, parse
 from stoker.loader.stats import Counters, LoaderStats, Quantiles
 from stoker.loader.streams import is_stateful
@@ -60,7 +61,8 @@ class Builder:
         """Arena, workers and state machine, not yet started."""
         arena = Arena(terms.budget_bytes, terms.most_bytes)
         crew: Crew = ThreadCrew(job, arena) if self.threads else Pool(self.context, job, arena)
-        return Engine(terms, arena, crew, self.counters)
+        kind = SharingEngine if terms.share else Engine
+        return kind(terms, arena, crew, self.counters)
 
 
 class DataLoader(torch.utils.data.DataLoader[_T_co]):
@@ -77,7 +79,13 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             too, the smaller bound wins.
         worker_kind: ``"process"`` or ``"thread"``. Threads need no transport but share the
             interpreter, the dataset object (file handles!) and the global random generators.
-        share_batches: ``False``. Workers that fill one batch together are yet to come.
+        share_batches: have all workers fill one batch together, so that the memory in flight
+            does not grow with their number: that of three batches (``prefetch_factor``, which then
+            counts batches of all workers together, and one), or 64 MiB. Needs batches, torch's own
+            collate function and a map-style dataset; one with a ``__getitems__`` of its own is
+            loaded as without. Any worker may load any sample, also with a ``worker_init_fn``;
+            random draws are seeded for each sample. Batches of samples that differ in structure,
+            dtype or shape are loaded by one worker each.
         on_error: ``"raise"`` (as torch) or ``"skip"``: a sample that raises is dropped, counted
             and listed in ``stats()``; the batch is smaller, and left out if nothing remains. In
             distributed training ranks then see different numbers of samples (and, where whole
@@ -120,10 +128,17 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     ) -> None:
         _one_of("worker_kind", worker_kind, ("process", "thread"))
         _one_of("on_error", on_error, ("raise", "skip"))
+        if not isinstance(share_batches, bool):
+            raise ConfigError(name="share_batches", given=share_batches, accepted="True or False")
         if isinstance(num_workers, str):
             _one_of("num_workers", num_workers, ("auto",), "an int")
         if share_batches:
-            raise ConfigError(name="share_batches", given=share_batches, accepted="False for now")
+            if batch_size is None and batch_sampler is None:
+                _refuse_sharing("batch_size=None loads samples, of which there is nothing to share")
+            if collate_fn is not None and collate_fn is not default_collate:
+                _refuse_sharing("your own collate_fn needs all samples of a batch in one place")
+            if isinstance(dataset, IterableDataset):
+                _refuse_sharing("an IterableDataset has no indices to give to several workers")
         if prefetch_next_epoch:
             _check_prefetch(dataset, persistent_workers=persistent_workers, in_order=in_order)
         self._memory_bytes = None if memory is None else parse_bytes(memory, name="memory")
@@ -320,6 +335,21 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         say_once(f"this platform has no {missing()}: loading with {FALLBACKS[kind]} instead")
         return kind
 
+    def _shares(self) -> bool:
+        """Do workers fill batches together? If that was asked for and can't be, say so once."""
+        if not self.share_batches or self.num_workers == 0:
+            return False
+        dataset: Any = self.dataset
+        while type(dataset) is Subset:  # its own __getitems__ only asks the dataset below
+            dataset = dataset.dataset
+        if callable(getattr(dataset, "__getitems__", None)):
+            say_once(
+                f"share_batches=True: {type(dataset).__name__} loads several samples in one call "
+                "(__getitems__), so each batch is loaded by one worker, as without"
+            )
+            return False
+        return True
+
     def _terms(self, job: Job) -> Terms:
         budget, available = plan_budget(self._memory_bytes, local_world_size())
         ahead = window = self.prefetch_factor or 2
@@ -337,12 +367,14 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             budget_bytes=budget,
             in_order=self.in_order,
             # Where identity can matter, a batch stays with the worker that torch would give it.
-            pinned=job.iterable or job.worker_init_fn is not None,
+            pinned=job.iterable or (job.worker_init_fn is not None and not job.share),
             iterable=job.iterable,
             timeout=self.timeout,
             cautious=available // workers < _TIGHT_BYTES,
             available_bytes=available,
             most_bytes=memory_room().limit_bytes,
+            share=(self.prefetch_factor or 2) if job.share else 0,
+            skip_errors=job.skip_errors,
         )
 
     def _builder(self) -> Builder:
@@ -367,6 +399,10 @@ def _check_prefetch(dataset: object, *, persistent_workers: bool, in_order: bool
         accepted = "False, or True together with in_order=True"
     if accepted is not None:
         raise ConfigError(name="prefetch_next_epoch", given=True, accepted=accepted)
+
+
+def _refuse_sharing(reason: str) -> NoReturn:
+    raise ConfigError(name="share_batches", given=True, accepted=f"False here: {reason}")
 
 
 def _auto_workers(dataset: object) -> int:

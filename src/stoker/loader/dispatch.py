@@ -300,6 +300,10 @@ class Dispatch:
             and 4 * count * self._reserve <= self.budget
         )
 
+    def stuck_task(self) -> Task | None:
+        """What its worker should be asked about when the caller waits too long."""
+        return self.head_task()
+
     # ---- events
 
     def submit(self, payload: object, ahead: int = 0) -> list[Command]:
@@ -566,11 +570,14 @@ class Dispatch:
             if task.abandoned:
                 continue
             if task.strikes >= MAX_STRIKES:
-                task.worker = -1
-                task.state = State.FAILED
-                self._filled[task.seq] = task
+                self._fail(task)
             else:
                 self._requeue(task)
+
+    def _fail(self, task: Task) -> None:
+        task.worker = -1
+        task.state = State.FAILED
+        self._filled[task.seq] = task
 
     def _abandon(self, task: Task) -> None:
         """Nobody wants it any more; its space comes back when its worker is done with it."""

@@ -97,6 +97,20 @@ class Terms:
     available_bytes: int
     most_bytes: int = 0
     """What the budget may be raised to later."""
+    share: int = 0
+    """With shared batches: how many are begun beyond the caller's. 0: batches are not shared."""
+    skip_errors: bool = False
+
+
+class Timed(Protocol):
+    """When a worker loaded something, by the clock that all processes share."""
+
+    @property
+    def began_ns(self) -> int: ...
+    @property
+    def fetch_seconds(self) -> float: ...
+    @property
+    def collate_seconds(self) -> float: ...
 
 
 class Nothing:
@@ -130,16 +144,7 @@ class Engine:
         self._counters = counters
         self._timeline = counters.timeline
         self._known_slow = counters.costs.known
-        self._dispatch = Dispatch(
-            workers=terms.workers,
-            budget=arena.nbytes,
-            window=terms.window,
-            ahead=terms.ahead,
-            in_order=terms.in_order,
-            pinned=terms.pinned,
-            cautious=terms.cautious,
-            region=arena.region_bytes,
-        )
+        self._dispatch = self._new_dispatch()
         self.requests: deque[Request] = deque()
         """What other threads ask for; they append and call ``wake``."""
         self.wished: int | None = None
@@ -170,6 +175,19 @@ class Engine:
         self._finished: Counter[int] = Counter()  # batches by worker
         self.ended: dict[int, tuple[int, Saved]] = {}
         """By worker whose share is over: after how many batches, and where it stood then."""
+
+    def _new_dispatch(self) -> Dispatch:
+        terms = self._terms
+        return Dispatch(
+            workers=terms.workers,
+            budget=self._arena.nbytes,
+            window=terms.window,
+            ahead=terms.ahead,
+            in_order=terms.in_order,
+            pinned=terms.pinned,
+            cautious=terms.cautious,
+            region=self._arena.region_bytes,
+        )
 
     def start(self) -> None:
         """Start the workers."""
@@ -431,9 +449,7 @@ class Engine:
             more: list[Command] = []
             for command in commands:
                 if type(command) is Assign:  # all but always
-                    task = command.task
-                    start, size = (0, 0) if task.asks else _place(task.extent)
-                    self._crew.send(command.worker, _TASK, task.seq, start, size, *_content(task))
+                    self._send_task(command.worker, command.task)
                 elif isinstance(command, Grant):
                     start, size = _place(command.task.extent)
                     self._crew.send(command.worker, Kind.GRANT, command.task.seq, start, size)
@@ -459,6 +475,10 @@ class Engine:
                 elif isinstance(command, GiveBack):
                     self._arena.give_back(command.extents)
             commands = more
+
+    def _send_task(self, worker: int, task: Task) -> None:
+        start, size = (0, 0) if task.asks else _place(task.extent)
+        self._crew.send(worker, _TASK, task.seq, start, size, *_content(task))
 
     # ---- events
 
@@ -524,27 +544,21 @@ class Engine:
         self._host_deaths = 0
         if self._unready_deaths:
             self._unready_deaths.clear()  # loading gets on
-        self._note_spans(worker, seq, report)
+        task = self._dispatch.tasks.get(seq)
+        if task is not None and report.began_ns:  # else nobody's any more, or not even begun
+            self._note_spans(worker, _content(task)[1], report, report.used)
         commands = self._dispatch.done(worker, seq, report.used, (report, lease))
         if commands:
             self._act(commands)
         if self.wished is not None:
             self._grant_wish()
 
-    def _note_spans(self, worker: int, seq: int, report: Report) -> None:
-        task = self._dispatch.tasks.get(seq)
-        if task is None or not report.began_ns:
-            return  # nobody's batch any more, or not even begun
-        fetched_ns = report.began_ns + int(report.fetch_seconds * 1e9)
+    def _note_spans(self, worker: int, position: int, report: Timed, used: int) -> None:
+        began_ns = report.began_ns
+        fetched_ns = began_ns + int(report.fetch_seconds * 1e9)
         ended_ns = fetched_ns + int(report.collate_seconds * 1e9)
-        self._timeline.add_loading(
-            worker_lane(worker),
-            _content(task)[1],
-            report.began_ns,
-            fetched_ns,
-            ended_ns,
-            report.used,
-        )
+        lane = worker_lane(worker)
+        self._timeline.add_loading(lane, position, began_ns, fetched_ns, ended_ns, used)
 
     def _note_private(self, worker: int, private: int) -> None:
         self._private[worker] = private
@@ -624,7 +638,7 @@ class Engine:
     def _was_begun(self, worker: int, task: Task) -> bool:
         """Had the worker read of this batch? One it never saw has not killed it."""
         while (message := self._crew.recall(worker)) is not None:
-            if message[0] == Kind.TASK:
+            if message[0] in (Kind.TASK, Kind.PART):
                 return bool(message[1] != task.seq)
         return True
 
@@ -650,7 +664,7 @@ class Engine:
     # ---- waiting too long
 
     def _on_timeout(self) -> None:
-        task = self._dispatch.head_task()
+        task = self._dispatch.stuck_task()
         if task is None or task.worker < 0:
             return
         handle = self._crew.handles[task.worker]
@@ -671,7 +685,7 @@ class Engine:
         handle.kill()
 
     def _report_stuck(self, seconds: float) -> None:
-        task = self._dispatch.head_task()
+        task = self._dispatch.stuck_task()
         if task is None or task.worker < 0:
             return
         pid = self._crew.handles[task.worker].pid
@@ -705,24 +719,27 @@ class Engine:
         task = delivery.task
         try:
             if task.state is State.FAILED:
-                worker, pid, status = self._ends.get(task.seq, (-1, 0, None))
-                return self._end_of(
-                    worker,
-                    pid,
-                    status,
-                    task,
-                    task.strikes,
-                    timed_out=task.seq in self._timed_out,
-                )
-            assert isinstance(task.result, tuple)
-            return self._batch(delivery, *task.result)
+                return self._failure_of(task)
+            return self._batch_of(delivery)
         finally:
             if self._ends or self._timed_out:
-                self._ends.pop(task.seq, None)
-                self._timed_out.discard(task.seq)
+                self._forget(task)
             commands = self._dispatch.pump()
             if commands:
                 self._act(commands)
+
+    def _failure_of(self, task: Task) -> WorkerError:
+        worker, pid, status = self._ends.get(task.seq, (-1, 0, None))
+        timed_out = task.seq in self._timed_out
+        return self._end_of(worker, pid, status, task, task.strikes, timed_out=timed_out)
+
+    def _forget(self, task: Task) -> None:
+        self._ends.pop(task.seq, None)
+        self._timed_out.discard(task.seq)
+
+    def _batch_of(self, delivery: Delivery) -> object:
+        assert isinstance(delivery.task.result, tuple)
+        return self._batch(delivery, *delivery.task.result)
 
     def _batch(self, delivery: Delivery, report: Report, lease: Any) -> object:
         counters = self._counters
@@ -742,18 +759,23 @@ class Engine:
             return Nothing
         if lease is None and extent is None and report.used:
             return self._not_received(delivery.task)
-        if delivery.how is How.PLAIN or extent is None:
-            memory = lease if lease is not None else self._no_memory()
-        elif delivery.how is How.LEASE:
-            memory = self._arena.lease(extent, report.used)
-        else:
-            counters.copied_batches += 1
-            memory = self._arena.private_copy(extent, report.used)
-            self._act(self._dispatch.release(extent.start))
+        memory = self._memory_of(delivery, report.used, lease)
         try:
             return decode(report.skeleton, memory)
         except Exception:  # noqa: BLE001 - the user's own classes are put together here
             return ExceptionWrapper(where="while a batch of a DataLoader worker was unpickled")
+
+    def _memory_of(self, delivery: Delivery, used: int, own: Any = None) -> Any:
+        """A batch's bytes in the form in which it is to be delivered, or memory of its own."""
+        extent = delivery.task.extent
+        if delivery.how is How.PLAIN or extent is None:
+            return own if own is not None else self._no_memory()
+        if delivery.how is How.LEASE:
+            return self._arena.lease(extent, used)
+        self._counters.copied_batches += 1
+        memory = self._arena.private_copy(extent, used)
+        self._act(self._dispatch.release(extent.start))
+        return memory
 
     def _not_received(self, task: Task) -> object:
         """A batch in memory of its own whose descriptor the kernel dropped on the way."""

@@ -48,6 +48,8 @@ class Job:
     """Memory is scarce: announce the size of the first sample, give freed memory back at once."""
     stands: dict[int, Stand] | None = None
     """From where each worker goes on with an iterable dataset, if not from its beginning."""
+    share: bool = False
+    """Workers fill batches together: what a sample draws is seeded by its row."""
 
 
 def position_seed(base_seed: int, epoch: int, position: int) -> int:
@@ -163,7 +165,7 @@ class Fetcher:
         if not self._job.batched:
             return self._fetch_one(index, room)
         many = getattr(self._job.dataset, "__getitems__", None)
-        if many:
+        if many and not self._job.share:  # shared batches are loaded row by row
             return self._fetch_many(many, index, room)
         return self._fetch_each(index, room)
 

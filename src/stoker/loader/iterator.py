@@ -85,6 +85,7 @@ def _job_of(iterator: _BaseDataLoaderIter, loader: DataLoader[Any]) -> Job:
         shared_seed=iterator._shared_seed,
         skip_errors=loader.on_error == "skip",
         tight=False,
+        share=loader._shares(),
     )
 
 

@@ -87,6 +87,11 @@ class ProcessWorker(Worker):
         if not job.iterable and job.worker_init_fn is None:
             seed_everything(position_seed(job.base_seed, epoch, position))
 
+    def begin_sample(self, epoch: int, position: int, row: int) -> None:
+        """Seed by position and row, also with an init function: any worker may load any row."""
+        batch_seed = position_seed(self.job.base_seed, epoch, position)
+        seed_everything(position_seed(batch_seed, row, 0))
+
     def begin_epoch(self, shared_seed: int | None) -> None:
         """Let DataPipes shuffle alike."""
         apply_shared_seed(self.job.dataset, shared_seed)

@@ -138,6 +138,9 @@ class ThreadWorker(Worker):
     def begin_batch(self, epoch: int, position: int) -> None:
         """The global generators belong to everybody: they are left alone."""
 
+    def begin_sample(self, epoch: int, position: int, row: int) -> None:
+        """As for batches."""
+
     def begin_epoch(self, shared_seed: int | None) -> None:
         """Nothing to tell."""
 

@@ -36,12 +36,14 @@ class Kind(IntEnum):
     GRANT = 2  # seq, extent start, size
     EPOCH = 3  # shared seed: start over (persistent workers)
     EXIT = 4
+    PART = 5  # number, extent start, size, epoch, position, batch, its rows, first, indices, layout
     # worker -> trainer
     READY = 10
     DONE = 11  # seq, the values of a Report
     NEED = 12  # seq, bytes
     SIZED = 13  # bytes a batch will take, private bytes
     END = 14  # seq, stand: this worker's share of an iterable dataset is over
+    PART_DONE = 15  # number, the values of a PartReport
     # trainer -> zygote
     ARENA = 20  # bytes, + descriptor
     SPAWN = 21  # worker id, + descriptor of its socket

@@ -18,6 +18,7 @@ from torch._utils import ExceptionWrapper
 from stoker.loader.arena import Bytes
 from stoker.loader.codec import encode
 from stoker.loader.fetch import Fetcher, Job, NothingLeft, wrap_exception
+from stoker.loader.parts import PartFiller, RowByRow, not_begun
 from stoker.loader.room import Room
 from stoker.loader.streams import Saved
 from stoker.loader.wire import Kind
@@ -67,6 +68,7 @@ class Worker(ABC):
         self._seq = -1
         self._own_only = False
         self._private_at = 0.0
+        self._filler: PartFiller | None = None
         self._broken: ExceptionWrapper | None = None
         """Why no batch can be loaded (this epoch)."""
 
@@ -99,6 +101,10 @@ class Worker(ABC):
     @abstractmethod
     def begin_batch(self, epoch: int, position: int) -> None:
         """Seed what the batch at this position of this epoch may draw from."""
+
+    @abstractmethod
+    def begin_sample(self, epoch: int, position: int, row: int) -> None:
+        """Where batches are shared: seed what one sample of the batch may draw from."""
 
     @abstractmethod
     def begin_epoch(self, shared_seed: int | None) -> None:
@@ -135,6 +141,9 @@ class Worker(ABC):
                 else:
                     self._serve(fetcher, message)
                 del message
+            elif kind == Kind.PART:
+                self._serve_part(message)
+                del message
             elif kind == Kind.EPOCH:
                 if fetcher is not None:
                     self._new_epoch(fetcher, message[1])
@@ -163,6 +172,8 @@ class Worker(ABC):
         fetched = False
         try:
             self.begin_batch(epoch, position)
+            if self.job.share:
+                index = RowByRow(index, epoch, position, self.begin_sample)
             batch = fetcher.fetch(index, room)
             fetched = True
             skeleton = encode(batch, room)
@@ -198,6 +209,19 @@ class Worker(ABC):
                 slow=tuple(fetcher.slow),
             ),
         )
+
+    def _serve_part(self, message: tuple[Any, ...]) -> None:
+        """Some rows of a batch that several workers fill."""
+        if self._broken is not None:
+            report = not_begun(self._broken, first=message[8])
+        else:
+            if self._filler is None:
+                self._filler = PartFiller(self.job, self._arena, self.label, self.begin_sample)
+            report = self._filler.fill(message)
+        report = report._replace(
+            private_bytes=self._private_now_and_then(), looked_at_id=self.looked_at_id()
+        )
+        self.send(Kind.PART_DONE, message[1], tuple(report))
 
     def _grow(self, nbytes: int) -> Bytes:
         """A larger memory for the batch at hand: of the arena, or else of one's own."""

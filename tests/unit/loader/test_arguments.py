@@ -118,7 +118,7 @@ def test_nonsense_for_memory_is_refused_at_once_with_what_is_accepted(
         ({"worker_kind": None}, '"process" or "thread"'),
         ({"on_error": "ignore"}, '"raise" or "skip"'),
         ({"num_workers": "many"}, '"auto" or an int'),
-        ({"share_batches": True}, "False for now"),
+        ({"share_batches": "yes"}, "True or False"),
     ],
     ids=str,
 )

@@ -145,8 +145,7 @@ class World:
         waves = 0
         while commands:
             waves += 1
-            most = 2 * self.window + self.dispatch.outstanding + self.most_workers + 2
-            assert waves <= most, "recalls without end"
+            assert waves <= self.most_waves, "recalls without end"
             more: list[Command] = []
             for command in commands:
                 if isinstance(command, GiveBack):
@@ -157,12 +156,10 @@ class World:
                 worker = self.crew[command.worker]
                 state = self.dispatch.workers[command.worker]
                 if isinstance(command, Assign):
-                    task = command.task
                     assert not state.retired, "a batch for a retired worker"
                     assert command.worker < self.dispatch.active_limit
-                    self.may_write(worker, task)
-                    extent = Extent(0, 0) if task.asks else task.extent
-                    worker.pipe.append(("task", task.seq, extent, self.epoch, task.payload))
+                    self.may_write(worker, command.task)
+                    self.send(worker, command.task)
                 elif isinstance(command, Grant):
                     self.may_write(worker, command.task)
                     worker.pipe.append(("grant", command.task.seq, command.task.extent))
@@ -188,6 +185,10 @@ class World:
                     worker.pipe.append(("exit",))
             commands = more
 
+    @property
+    def most_waves(self) -> int:
+        return 2 * self.window + self.dispatch.outstanding + self.most_workers + 2
+
     def give_back(self, extents: list[Extent]) -> None:
         """Pages go back to the system: nobody may have any of them."""
         free = self.dispatch.extents.blocks()
@@ -200,6 +201,10 @@ class World:
                 assert extent.end <= lease.start or lease.end <= extent.start
             if extent.start >= self.dispatch.budget:
                 assert any(b.start <= extent.start and extent.end <= b.end for b in free)
+
+    def send(self, worker: Worker, task: Task) -> None:
+        extent = Extent(0, 0) if task.asks else task.extent
+        worker.pipe.append(("task", task.seq, extent, self.epoch, task.payload))
 
     def may_write(self, worker: Worker, task: Task) -> None:
         """A worker is told to use an extent: nobody else may be using any byte of it."""
