@@ -19,7 +19,7 @@ demo: $(VENV)/.installed ## Stoker beside stock torch on this machine, in about 
 	$(BIN)/stoker demo
 
 test: lint types ## lint, format, types and the whole test suite
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 bench: $(VENV)/.installed-bench ## every benchmark, peers side by side
 	$(BIN)/python -m benchmarks

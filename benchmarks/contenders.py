@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+TORCH_PREFETCH = 2
+"""What torch does where nobody says."""
+
 TITLES = {
     "torch": "torch",
     "torch_unordered": "torch, in_order=False",
@@ -39,7 +42,7 @@ class LoaderSpec:
     dataset: Any
     batch_size: int
     workers: int = 2
-    prefetch: int = 2
+    prefetch: int = TORCH_PREFETCH
     collate_fn: Callable[[list[Any]], Any] | None = None
     start_method: str | None = None
     memory: str | None = None
@@ -96,7 +99,9 @@ def _torch_arguments(spec: LoaderSpec) -> dict[str, Any]:
     return {
         "batch_size": spec.batch_size,
         "num_workers": spec.workers,
-        "prefetch_factor": spec.prefetch,
+        # torch's default is not spelled out, as in most scripts: Stoker takes a number that is
+        # spelled out for a bound, and draws small batches further ahead where there is none.
+        "prefetch_factor": None if spec.prefetch == TORCH_PREFETCH else spec.prefetch,
         "collate_fn": spec.collate_fn,
         "multiprocessing_context": spec.start_method,
         "shuffle": spec.shuffle,

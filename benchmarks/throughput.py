@@ -19,6 +19,9 @@ ENDLESS = 10_000_000
 BEGINNING = 12
 """How many batches make the beginning of an epoch."""
 
+SETTLING = 20
+"""Batches after that, not counted: more than any contender keeps in flight with two workers."""
+
 CHECKED = 3
 """How many batches after it are compared byte by byte among the contenders."""
 
@@ -82,7 +85,7 @@ class Throughput(Case):
             read(next(batches))
         beginning = BEGINNING * self.batch_size / (perf_counter() - started)
         checksums = [fingerprint(next(batches)) for _ in range(CHECKED)]
-        for _ in range(self.workers * self.prefetch + 4):
+        for _ in range(SETTLING):
             read(next(batches))
         scale = 0.25 if context.quick else 1.0
         result: Measurement = {

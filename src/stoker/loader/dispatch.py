@@ -16,7 +16,8 @@ head waits for it.
 How far ahead. Every worker may have a batch at hand, and one more is kept ready; beyond that,
 batches are loaded ahead (up to ``ahead``) while they are small together, or once the caller had
 to wait for a batch that was held back for thrift. Prefetching what nobody waits for costs memory
-and gains nothing.
+and gains nothing. Where a batch takes less time than waking a worker is worth (``brisk``), nothing is
+given out while half of the window is finished, and then several at once.
 
 Who gets a batch. Batches go to workers in turn, as in torch. Unless identity matters
 (``pinned``: iterable datasets, a ``worker_init_fn``, a dataset that looked at its worker id), a
@@ -214,6 +215,8 @@ class Dispatch:
         self.pinned = True
         self._trial = not pinned  # until the first batch shows whether identity matters
         self.cautious = cautious
+        self.brisk = False
+        """Batches take less time than waking a worker is worth: give out several at once."""
         self.workers = [_Worker(i) for i in range(workers)]
         self.tasks: dict[int, Task] = {}  # outstanding, by number
         self.largest = 0
@@ -763,7 +766,7 @@ class Dispatch:
         while self._waiting:
             task = self._waiting[0]
             urgent = task is awaited
-            if self.cautious and not urgent:
+            if not urgent and (self.cautious or (self.brisk and self._plenty)):
                 return
             worker = self._choose(task, urgent)
             if worker is None or not (urgent or self._sized or not worker.queue):
@@ -811,6 +814,11 @@ class Dispatch:
         task.worker = worker.id
         worker.queue.append(task)
         return [Assign(worker.id, task)]
+
+    @property
+    def _plenty(self) -> bool:
+        """Is half of what may be outstanding finished? Then a worker need not be woken yet."""
+        return 2 * len(self._filled) > self._window
 
     def _hold_back(self, task: Task, nbytes: int) -> bool:
         """Is it thrifty to let this one wait until another was delivered?"""

@@ -51,6 +51,8 @@ from stoker.units import format_bytes
 log = logging.getLogger("stoker.loader")
 
 POLL_SECONDS = 0.5
+BRISK_SECONDS = 1e-3
+"""Batches that load in less are given out several at once: being woken for each takes longer."""
 CHECK_SECONDS = 2.0
 REPORT_AFTER_SECONDS = 30.0
 """Without a ``timeout`` a worker that keeps the trainer waiting this long is reported."""
@@ -547,6 +549,7 @@ class Engine:
         task = self._dispatch.tasks.get(seq)
         if task is not None and report.began_ns:  # else nobody's any more, or not even begun
             self._note_spans(worker, _content(task)[1], report, report.used)
+        self._dispatch.brisk = report.fetch_seconds + report.collate_seconds < BRISK_SECONDS
         commands = self._dispatch.done(worker, seq, report.used, (report, lease))
         if commands:
             self._act(commands)

@@ -80,6 +80,8 @@ class Setup:
     """How often the number of workers and the budget are changed."""
     slow: frozenset[int] = frozenset()
     """Positions that may be submitted before their turn."""
+    brisk: bool = False
+    """Batches take next to no time: several are given out at once."""
     keeps: int = 0
     """Out of 4 delivered batches, how many the caller never lets go of."""
 
@@ -120,6 +122,7 @@ class World:
             ahead=setup.ahead,
             region=REGION,
         )
+        self.dispatch.brisk = setup.brisk
         self.window = setup.window
         self.most_workers = setup.workers
         self.most_budget = self.dispatch.budget
@@ -678,6 +681,7 @@ def setups(draw: st.DrawFn, /, **fixed: Any) -> Setup:
         "in_order": draw(st.booleans()),
         "pinned": draw(st.booleans()),
         "cautious": draw(st.booleans()),
+        "brisk": draw(st.booleans()),
         "batches": draw(st.integers(0, 14)),
         "epochs": draw(st.integers(1, 4)),
         "sizes": draw(sizes),
@@ -1117,6 +1121,26 @@ def test_a_cautious_start_gives_out_one_batch_until_its_size_is_known() -> None:
     dispatch, commands = started(cautious=True, size=0)
     assert assigned(commands) == [(0, 0)]
     assert assigned(dispatch.sized(PAGE)) == [(1, 1), (0, 2), (1, 3)]
+
+
+def test_while_half_is_ready_brisk_batches_are_not_given_out_one_by_one() -> None:
+    dispatch, _ = started(workers=2, window=8)
+    dispatch.brisk = True
+    for seq in range(8):
+        dispatch.done(seq % 2, seq, PAGE, None)
+    given: list[list[tuple[int, int]]] = []
+    for taken in range(5):
+        assert dispatch.deliver() is not None
+        given.append(assigned(dispatch.submit(8 + taken)) + assigned(dispatch.pump()))
+    assert given == [[], [], [], [(0, 8), (1, 9), (0, 10), (1, 11)], [(0, 12)]]
+
+
+def test_a_brisk_batch_that_is_waited_for_is_given_out_at_once() -> None:
+    dispatch, _ = started(workers=2, window=4)
+    dispatch.brisk = True
+    for seq in (1, 2, 3):
+        dispatch.done(seq % 2, seq, PAGE, None)
+    assert (1, 0) in assigned(dispatch.died(0))
 
 
 def test_submitting_after_every_stream_ended_is_an_error() -> None:
