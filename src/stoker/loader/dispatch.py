@@ -16,8 +16,8 @@ head waits for it.
 How far ahead. Every worker may have a batch at hand, and one more is kept ready; beyond that,
 batches are loaded ahead (up to ``ahead``) while they are small together, or once the caller had
 to wait for a batch that was held back for thrift. Prefetching what nobody waits for costs memory
-and gains nothing. Where a batch takes less time than waking a worker is worth (``brisk``), nothing is
-given out while half of the window is finished, and then several at once.
+and gains nothing. Where a batch takes less time than waking a worker is worth (``brisk``),
+nothing is given out while half of the window is finished, and then several at once.
 
 Who gets a batch. Batches go to workers in turn, as in torch. Unless identity matters
 (``pinned``: iterable datasets, a ``worker_init_fn``, a dataset that looked at its worker id), a
