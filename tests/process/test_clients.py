@@ -10,6 +10,7 @@ import copy
 import inspect
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -577,7 +578,9 @@ def refusal(cls: type[Torch], arguments: dict[str, Any]) -> tuple[type[BaseExcep
     return None
 
 
-@pytest.mark.parametrize("arguments", BAD_ARGUMENTS, ids=str)
+@pytest.mark.parametrize(
+    "arguments", BAD_ARGUMENTS, ids=lambda given: re.sub(r" at 0x\w+", "", str(given))
+)
 def test_arguments_that_torch_refuses_are_refused_in_its_words(arguments: dict[str, Any]) -> None:
     expected = refusal(Torch, arguments)
     assert expected is not None or "batch_size" in arguments or arguments.get("shuffle")

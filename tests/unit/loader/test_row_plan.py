@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import re
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
@@ -153,7 +154,7 @@ def test_a_sample_that_differs_in_anything_is_refused(first: Any, other: Any, wo
         collections.defaultdict(int, a=1),
         collections.namedtuple("Unknown", "x")(1),  # noqa: PYI024 - its class can't be pickled
     ],
-    ids=repr,
+    ids=lambda sample: re.sub(r" at 0x\w+", "", repr(sample)),
 )
 def test_of_what_is_not_certain_no_plan_is_made(sample: Any) -> None:
     with pytest.raises(Unfit):
