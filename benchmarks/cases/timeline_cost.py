@@ -33,8 +33,8 @@ class TimelineCost(Case):
     def measure(
         self, contender: str, context: Context, baseline: Callable[[], None]
     ) -> Measurement:
-        from stoker.loader.dispatch import Task
         from stoker.loader.engine import Engine
+        from stoker.loader.tasks import Task
         from stoker.loader.worker import Report
         from stoker.timeline import TRAINER, Ring
 

@@ -25,9 +25,10 @@ from torch.utils.data.dataloader import (
 from stoker.errors import ConfigError, StateError
 from stoker.loader.arena import Arena
 from stoker.loader.draws import draws_own_stream
-from stoker.loader.engine import Crew, Engine, Terms, log, plan_budget
+from stoker.loader.engine import Engine, log
 from stoker.loader.fetch import Job
-from stoker.loader.iterator import EngineIter, MainIter
+from stoker.loader.iterator import EngineIter
+from stoker.loader.main_iterator import MainIter
 from stoker.loader.platform import FALLBACKS, missing, say_once
 from stoker.loader.pool import Pool
 from stoker.loader.progress import Progress
@@ -36,6 +37,7 @@ from stoker.loader.sharing_engine import SharingEngine
 from stoker.loader.state import LoaderState, adapt, check, parse
 from stoker.loader.stats import Counters, LoaderStats, Quantiles
 from stoker.loader.streams import is_stateful
+from stoker.loader.terms import Crew, Terms, plan_budget
 from stoker.loader.threads import ThreadCrew
 from stoker.machine.limits import default_workers, local_world_size, memory_room, usable_cpus
 from stoker.plan.knobs import Knobs

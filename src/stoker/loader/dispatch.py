@@ -45,10 +45,22 @@ import sys
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
-from enum import Enum
 from operator import attrgetter
 
 from stoker.loader.extents import Extent, ExtentMap, page_ceil, page_floor
+from stoker.loader.tasks import (
+    Assign,
+    Command,
+    Delivery,
+    GiveBack,
+    Grant,
+    How,
+    Recall,
+    Retire,
+    Spawn,
+    State,
+    Task,
+)
 
 SMALL_BYTES = 64 << 20
 """While all that is in flight takes no more than this, loading ahead is not held back."""
@@ -56,112 +68,8 @@ SMALL_BYTES = 64 << 20
 MAX_STRIKES = 3
 """A batch that has brought down this many workers is an error, not bad luck."""
 
-_ALL_BATCHES = -1
+ALL_BATCHES = -1
 _by_seq = attrgetter("seq")
-
-
-class State(Enum):
-    """Where a batch is."""
-
-    WAITING = "waiting"  # for space or for a worker
-    ASSIGNED = "assigned"  # in a worker's queue or hands
-    PARKED = "parked"  # its worker waits for a larger extent
-    FILLED = "filled"  # finished, not yet delivered
-    FAILED = "failed"  # brought down MAX_STRIKES workers
-
-
-# Commands, tasks and deliveries are made for every batch: plain slots, as freezing them takes
-# four times as long to construct. Nobody but this module writes to them.
-
-
-@dataclass(slots=True, eq=False)
-class Task:
-    """One batch on its way. ``extent`` is None for memory of the worker's own (overdraft).
-
-    Before any size is known a batch ``asks``: its worker gets no space and asks for what it
-    needs, so that the first batches stand side by side and not a guess apart.
-
-    ``outgrown`` are extents that proved too small: the worker still copies out of them, so
-    they stay reserved until it is done. An ``abandoned`` task is nobody's batch any more; it
-    lives on in its worker's queue only because the worker may still write.
-    """
-
-    seq: int
-    payload: object
-    home: int
-    state: State = State.WAITING
-    worker: int = -1
-    extent: Extent | None = None
-    need: int = 0
-    strikes: int = 0
-    result: object = None
-    abandoned: bool = False
-    asks: bool = False
-    held: bool = False
-    outgrown: tuple[Extent, ...] = ()
-
-
-@dataclass(slots=True)
-class Assign:
-    """Send a batch to a worker; without an extent it uses memory of its own."""
-
-    worker: int
-    task: Task
-
-
-@dataclass(slots=True)
-class Grant:
-    """Answer a worker that asked for more space."""
-
-    worker: int
-    task: Task
-
-
-@dataclass(slots=True)
-class Recall:
-    """Take the next unread batch out of a worker's queue; answer with ``recalled``."""
-
-    worker: int
-
-
-@dataclass(slots=True)
-class Spawn:
-    """Start a worker with this id (again)."""
-
-    worker: int
-
-
-@dataclass(slots=True)
-class Retire:
-    """Let a worker go; it has nothing left to do. Answer with ``left`` once it is gone."""
-
-    worker: int
-
-
-@dataclass(slots=True)
-class GiveBack:
-    """Return the pages of free extents to the system."""
-
-    extents: list[Extent]
-
-
-Command = Assign | Grant | Recall | Spawn | Retire | GiveBack
-
-
-class How(Enum):
-    """In what form a finished batch reaches the caller."""
-
-    LEASE = "lease"
-    COPY = "copy"
-    PLAIN = "plain"  # no arena bytes: tiny, failed, or in memory of its own
-
-
-@dataclass(slots=True)
-class Delivery:
-    """A finished batch. LEASE: call ``release`` when the caller lets go; COPY: once copied."""
-
-    task: Task
-    how: How
 
 
 @dataclass(slots=True, eq=False)
@@ -179,7 +87,7 @@ class _Worker:
     gone: bool = False  # retired or not: there is no such process
     exhausted: bool = False
     missed: bool = False  # a recall found nothing unread, and no batch was finished since
-    proof: int = _ALL_BATCHES
+    proof: int = ALL_BATCHES
     queue: deque[Task] = field(default_factory=deque)
 
 
@@ -520,7 +428,7 @@ class Dispatch:
         self._waiting.clear()
         self._filled.clear()
         out = self._pump()
-        out += [Recall(w.id) for w in self.workers if w.queue and w.proof == _ALL_BATCHES]
+        out += [Recall(w.id) for w in self.workers if w.queue and w.proof == ALL_BATCHES]
         return out
 
     def begin_epoch(self) -> None:
@@ -542,7 +450,7 @@ class Dispatch:
         """The batch that a worker speaks of; None if it is not among those it was sent."""
         state = self.workers[worker]
         if state.proof <= seq:
-            state.proof = _ALL_BATCHES
+            state.proof = ALL_BATCHES
         for task in state.queue:
             if task.seq == seq:
                 return task
@@ -690,7 +598,7 @@ class Dispatch:
             out += [
                 Recall(state.id)
                 for state in self._leaving
-                if len(state.queue) > 1 and state.proof == _ALL_BATCHES
+                if len(state.queue) > 1 and state.proof == ALL_BATCHES
             ]
         return out
 
@@ -852,7 +760,7 @@ class Dispatch:
         rich = [
             worker
             for worker in self.workers
-            if len(worker.queue) > 1 and worker.proof == _ALL_BATCHES and not worker.missed
+            if len(worker.queue) > 1 and worker.proof == ALL_BATCHES and not worker.missed
         ]
         rich.sort(key=lambda worker: worker.queue[1].seq)
         out.extend(Recall(worker.id) for worker in rich[:idle])

@@ -13,20 +13,31 @@ import signal
 import sys
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import replace
+from typing import Any
 
 from torch._utils import ExceptionWrapper
 
-from stoker.errors import WorkerDied, WorkerError, WorkerLost, WorkerStartError, WorkerTimeout
+from stoker.errors import WorkerError, WorkerLost
 from stoker.loader.arena import Arena
 from stoker.loader.codec import decode
-from stoker.loader.dispatch import (
-    MAX_STRIKES,
+from stoker.loader.dispatch import MAX_STRIKES, Dispatch
+from stoker.loader.extents import Extent
+from stoker.loader.mishaps import (
+    LOST_POSITION,
+    could_not_start,
+    end_of_worker,
+    how_it_ended,
+    process_state,
+)
+from stoker.loader.pool import Event, HostDied
+from stoker.loader.requests import Request
+from stoker.loader.stats import Counters
+from stoker.loader.streams import Saved
+from stoker.loader.tasks import (
     Assign,
     Command,
     Delivery,
-    Dispatch,
     GiveBack,
     Grant,
     How,
@@ -36,14 +47,10 @@ from stoker.loader.dispatch import (
     State,
     Task,
 )
-from stoker.loader.extents import Extent
-from stoker.loader.pool import Event, HostDied
-from stoker.loader.requests import Request
-from stoker.loader.stats import Counters
-from stoker.loader.streams import Saved
+from stoker.loader.terms import Crew, Nothing, Taken, Terms, Timed, Unsendable
 from stoker.loader.wire import Kind
 from stoker.loader.worker import Report
-from stoker.machine.limits import memory_room, oom_kills
+from stoker.machine.limits import oom_kills
 from stoker.plan.knobs import Knobs
 from stoker.timeline import TRAINER, worker_lane
 from stoker.units import format_bytes
@@ -63,77 +70,6 @@ _SCARCE = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
 _PRIVATE_SHARE = 0.85
 _TASK, _DONE = int(Kind.TASK), int(Kind.DONE)
 """Of every batch: an enum's member takes longer to look up, and to pickle."""
-
-
-class Crew(Protocol):
-    """What the engine needs of a pool, of processes or of threads."""
-
-    handles: dict[int, Any]
-
-    def start(self) -> None: ...
-    def spawn(self, worker: int) -> None: ...
-    def send(self, worker: int, *message: Any) -> None: ...
-    def recall(self, worker: int) -> tuple[Any, ...] | None: ...
-    def forget(self, worker: int) -> None: ...
-    def wake(self) -> None: ...
-    def wait(self, timeout: float) -> None: ...
-    def collect(self) -> list[Event]: ...
-    def restart(self) -> None: ...
-    def check(self) -> None: ...
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """How one iterator loads: bounds and rules, no objects of the user's."""
-
-    workers: int
-    window: int
-    ahead: int
-    budget_bytes: int
-    in_order: bool
-    pinned: bool
-    iterable: bool
-    timeout: float
-    cautious: bool
-    available_bytes: int
-    most_bytes: int = 0
-    """What the budget may be raised to later."""
-    share: int = 0
-    """With shared batches: how many are begun beyond the caller's. 0: batches are not shared."""
-    skip_errors: bool = False
-
-
-class Timed(Protocol):
-    """When a worker loaded something, by the clock that all processes share."""
-
-    @property
-    def began_ns(self) -> int: ...
-    @property
-    def fetch_seconds(self) -> float: ...
-    @property
-    def collate_seconds(self) -> float: ...
-
-
-class Nothing:
-    """A delivered batch of which every sample was skipped."""
-
-
-@dataclass(frozen=True, slots=True)
-class Unsendable:
-    """A batch that the dataset delivers but no process can send."""
-
-    payload: object
-    error: ExceptionWrapper
-
-
-class Taken(NamedTuple):
-    """What ``take`` found: a batch, Nothing, Unsendable, or an error to raise."""
-
-    position: int
-    batch: Any
-    origin: tuple[int, Saved] | None = None
-    """Of an iterable dataset: which worker loaded it, and where it stood then."""
 
 
 class Engine:
@@ -200,7 +136,7 @@ class Engine:
                 self._crew.spawn(worker)
         except OSError as error:
             if error.errno in _SCARCE:
-                raise _could_not_start(str(error)) from error
+                raise could_not_start(str(error)) from error
             raise
         self.suspect = False
 
@@ -369,7 +305,7 @@ class Engine:
             return dispatch.left(worker)
         if worker < dispatch.active_limit:
             if worker not in self._added:
-                self._fatal = _could_not_start(f"worker {worker}: {cause}")
+                self._fatal = could_not_start(f"worker {worker}: {cause}")
                 return []
             log.warning("worker %d could not be started (%s): going on without", worker, cause)
         lowered = dispatch.limit_active(worker)
@@ -631,7 +567,7 @@ class Engine:
                 "worker %d (pid %d) %s: replaced, its batches are loaded again",
                 worker,
                 pid,
-                _how(status),
+                how_it_ended(status),
             )
         respawn = worker < self._dispatch.active_limit or self._dispatch.pinned
         self._act(self._dispatch.died(worker, strike=strike, respawn=respawn))
@@ -681,7 +617,7 @@ class Engine:
             self._terms.timeout,
             task.worker,
             handle.pid,
-            _process_state(handle.pid),
+            process_state(handle.pid),
         )
         handle.dump_stack()
         handle.wait(0.1)
@@ -698,7 +634,7 @@ class Engine:
             seconds,
             task.worker,
             pid,
-            _process_state(pid),
+            process_state(pid),
             _content(task)[2],
         )
 
@@ -802,30 +738,16 @@ class Engine:
         *,
         timed_out: bool = False,
     ) -> WorkerError:
-        indices: Any = None
-        if task is not None and not self._terms.iterable:
-            payload = _content(task)[2]
-            indices = payload if isinstance(payload, (list, tuple)) else [payload]
-        if timed_out:
-            return WorkerTimeout(
-                timeout=self._terms.timeout, worker=worker, pid=pid, indices=indices
-            )
-        signal_name = signal.Signals(-status).name if status is not None and status < 0 else None
-        hint = ""
-        if self._terms.iterable:
-            hint = (
-                "The position in an iterable dataset is lost with its worker, so this epoch "
-                "can't go on; start a new iteration."
-            )
-        return WorkerDied(
-            worker=worker,
-            pid=pid,
-            signal_name=signal_name,
-            exit_code=status if status is not None and status >= 0 else None,
-            indices=indices,
+        iterable = self._terms.iterable
+        return end_of_worker(
+            worker,
+            pid,
+            status,
+            None if task is None or iterable else _content(task)[2],
             attempts=attempts,
+            timeout=self._terms.timeout if timed_out else None,
             private_bytes=self._private.get(worker),
-            hint=hint,
+            hint=LOST_POSITION if iterable else "",
         )
 
 
@@ -835,39 +757,5 @@ def _content(task: Task) -> tuple[int, int, Any]:
     return task.payload
 
 
-def _could_not_start(cause: str) -> WorkerStartError:
-    return WorkerStartError(
-        cause=cause,
-        hint="Try fewer workers, or raise the limits on open files (ulimit -n) and processes "
-        "(ulimit -u); each worker takes three descriptors.",
-    )
-
-
 def _place(extent: Extent | None) -> tuple[int, int]:
     return (-1, 0) if extent is None else (extent.start, extent.size)
-
-
-def _how(status: int) -> str:
-    if status < 0:
-        return f"was killed by {signal.Signals(-status).name}"
-    return f"exited with code {status}"
-
-
-def _process_state(pid: int | None) -> str:
-    """Running, sleeping, stopped…, as the kernel says; for people."""
-    names = {"R": "running", "S": "sleeping", "D": "in disk wait", "T": "stopped", "Z": "dead"}
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return names.get(stat.read().rpartition(")")[2].split()[0], "alive")
-    except (OSError, IndexError):
-        return "gone"
-
-
-def plan_budget(memory: int | None, world: int) -> tuple[int, int]:
-    """Arena bytes, and what was available to this process when they were chosen.
-
-    Without a wish: two fifths of what this process may use right now, after its local peers
-    have taken their equal share. The rest is for the workers, the model and everybody else.
-    """
-    available = memory_room().available_bytes // max(1, world)
-    return (memory if memory is not None else available * 2 // 5), available

@@ -1,14 +1,12 @@
-"""Iterators that torch's DataLoader machinery knows: draws indices as torch does, delivers ours.
+"""The iterator that torch's DataLoader machinery knows: draws indices as torch does, delivers ours.
 
-``EngineIter`` feeds an ``Engine`` and hands out its batches; ``MainIter`` is ``num_workers=0``.
+``EngineIter`` feeds an ``Engine`` and hands out its batches.
 Order of random draws, warnings and attribute names are torch's: clients depend on them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-import itertools
 import os
 import sys
 import threading
@@ -20,45 +18,36 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._utils import ExceptionWrapper
-from torch.utils.data.dataloader import _BaseDataLoaderIter, _SingleProcessDataLoaderIter
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from stoker.errors import WorkerError
 from stoker.loader.ahead import Ahead
-from stoker.loader.datapipes import apply_shared_seed, sharding_init_fn
 from stoker.loader.draws import Draws, draws_own_stream, foretells, inner_sampler
-from stoker.loader.engine import Engine, Nothing, Terms, Unsendable, log
+from stoker.loader.engine import Engine, log
 from stoker.loader.fetch import (
     Fetcher,
-    Job,
-    NothingLeft,
     heap_room,
     own_random_state,
     position_seed,
     wrap_exception,
 )
+from stoker.loader.handle import WorkerHandle
 from stoker.loader.lookahead import REACH, LookAhead
+from stoker.loader.outset import draw_again, job_of, progress_of, restore_dataset, stands_of
 from stoker.loader.pin import AHEAD, Pinner
-from stoker.loader.pool import WorkerHandle
-from stoker.loader.progress import Progress
 from stoker.loader.replay import (
     SAMPLER,
     SEED,
     Start,
-    Streams,
-    drawn_first,
-    redraw,
     replaying,
-    rewind,
     sampler_epochs,
     sampler_states,
     stateful_samplers,
 )
 from stoker.loader.requests import Request
 from stoker.loader.state import LoaderState
-from stoker.loader.stats import Counters
-from stoker.loader.streams import Saved, Stand, is_stateful, save
+from stoker.loader.terms import Nothing, Terms, Unsendable
 from stoker.plan.knobs import Knobs
-from stoker.timeline import TRAINER
 
 if TYPE_CHECKING:
     from stoker.loader.dataloader import DataLoader
@@ -66,89 +55,6 @@ if TYPE_CHECKING:
 _PID_SECONDS = 10.0
 _ASK_AGAIN_SECONDS = 0.02
 _DRAWS = (SAMPLER, SEED, SAMPLER)
-_MAIN_DRAWS = (SAMPLER, SEED)
-
-
-def _job_of(iterator: _BaseDataLoaderIter, loader: DataLoader[Any]) -> Job:
-    """What torch's base class has read out of the loader, for whoever loads."""
-    return Job(
-        dataset=iterator._dataset,
-        iterable=bool(iterator._dataset_kind),
-        batched=iterator._auto_collation,
-        collate_fn=iterator._collate_fn,
-        drop_last=iterator._drop_last,
-        base_seed=int(iterator._base_seed),
-        worker_init_fn=sharding_init_fn(
-            iterator._dataset, loader.worker_init_fn, iterator._world_size, iterator._rank
-        ),
-        num_workers=iterator._num_workers,
-        shared_seed=iterator._shared_seed,
-        skip_errors=loader.on_error == "skip",
-        tight=False,
-        share=loader._shares(),
-    )
-
-
-def _draw_again(
-    iterator: Any, loader: DataLoader[Any], resumed: LoaderState, natural: tuple[str, ...]
-) -> None:
-    """Put sampler and seeds where a state says."""
-    rewind(loader, resumed)
-    iterator._sampler_iter, seed = redraw(loader, resumed, natural)
-    if resumed.base_seed is not None:
-        seed = resumed.base_seed
-    if seed is not None:
-        iterator._base_seed = seed
-    if resumed.shared_seed is not None:
-        iterator._shared_seed = resumed.shared_seed
-        apply_shared_seed(iterator._dataset, resumed.shared_seed)
-    iterator._num_yielded = resumed.delivered
-
-
-def _progress(
-    iterator: Any,
-    loader: DataLoader[Any],
-    resumed: LoaderState | None,
-    start: Start,
-    draws: tuple[str, ...],
-    *,
-    lasting: bool,
-) -> Progress:
-    facts: dict[str, Any] = {
-        "base_seed": int(iterator._base_seed),
-        "shared_seed": iterator._shared_seed,
-        "draws": draws,
-        "persistent": iterator._persistent_workers,
-        "lasting": lasting,
-    }
-    if resumed is not None:
-        progress = Progress.resumed(resumed, start, **facts)
-    else:
-        progress = Progress(loader._fits(), start, **facts)
-    progress.dataset = loader._stateful_dataset()
-    loader._progress = progress
-    return progress
-
-
-def _stands(sampler: Any, resumed: LoaderState) -> dict[int, Stand]:
-    """Where each worker goes on with an iterable dataset."""
-    payload = next(iter(sampler))
-    replayed = 0
-    stands = {}
-    for worker, found in resumed.workers.items():
-        over = bool(found.get("ended"))  # this epoch will not ask it, perhaps the next one
-        batches = 0 if over else found["batches"]
-        fresh = over or bool(found.get("fresh"))
-        stands[int(worker)] = Stand(batches, found["state"], fresh, payload)
-        if not found["state"]:
-            replayed += batches
-    if replayed:
-        log.warning(
-            "the iterable dataset and its iterator have no state_dict() and load_state_dict(): "
-            "%d batches are loaded again and dropped in order to resume",
-            replayed,
-        )
-    return stands
 
 
 class EngineIter(_BaseDataLoaderIter):
@@ -199,16 +105,16 @@ class EngineIter(_BaseDataLoaderIter):
         self._already: frozenset[int] = frozenset()
         """Positions ahead that were delivered before a resume."""
         if resumed is not None:
-            _restore_dataset(loader, resumed)  # first: it may set a global generator
-            _draw_again(self, loader, resumed, _DRAWS)
+            restore_dataset(loader, resumed)  # first: it may set a global generator
+            draw_again(self, loader, resumed, _DRAWS)
             self._epoch = resumed.epoch
             self._already = frozenset(resumed.beyond)
         lasting = self._persistent_workers or loader._actual_kind() == "thread"
-        self._progress = _progress(self, loader, resumed, start, _DRAWS, lasting=lasting)
+        self._progress = progress_of(self, loader, resumed, start, _DRAWS, lasting=lasting)
         self._progress.held = self._held
-        job = _job_of(self, loader)
+        job = job_of(self, loader)
         if resumed is not None and job.iterable:
-            job = replace(job, stands=_stands(self._index_sampler, resumed))
+            job = replace(job, stands=stands_of(self._index_sampler, resumed))
         terms = loader._terms(job)
         self._job = replace(job, tight=terms.cautious)
         self._builder = loader._builder()
@@ -637,154 +543,3 @@ class EngineIter(_BaseDataLoaderIter):
 
     def __del__(self) -> None:
         self._shutdown_workers()
-
-
-class MainIter(_SingleProcessDataLoaderIter):
-    """``num_workers=0``: torch's own iterator, with figures, ``on_error`` and a state."""
-
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        resumed = loader._loaded
-        # A dataset that restores its state may set a global generator: here that is the trainer's,
-        # and the dataset draws from it next, after what a new epoch draws.
-        if resumed is not None and resumed.fresh:
-            _restore_dataset(loader, resumed)
-        start = Start(loader)
-        self._position = 0
-        self._already: frozenset[int] = frozenset()
-        with replaying(resumed):
-            super().__init__(loader)
-            self._counters: Counters = loader._counters
-            self._stateful = stateful_samplers(loader)
-            if resumed is not None:
-                _draw_again(self, loader, resumed, _MAIN_DRAWS)
-            self._progress = _progress(self, loader, resumed, start, _MAIN_DRAWS, lasting=True)
-            job = _job_of(self, loader)
-            if resumed is not None and job.iterable:
-                job = replace(job, stands=_stands(self._index_sampler, resumed))
-            elif resumed is not None:
-                self._skip_delivered(resumed)
-            self._skipping = Fetcher(job) if job.skip_errors else None
-            self._streams = job.iterable and _keeps_a_state(self)
-            if job.stands is not None and not self._streams:
-                self._go_on(job)
-            then = Streams() if resumed is not None and not resumed.delivered else None
-        if job.stands is not None and self._streams:
-            self._go_on(job)
-        if resumed is not None and not resumed.fresh:
-            _restore_dataset(loader, resumed)
-        if then is not None and not job.iterable:
-            self._sampler_iter = drawn_first(self._sampler_iter, then)
-        if resumed is None and self._streams:
-            self._progress.begins(0, self._save())
-        loader._loaded = None
-
-    def _skip_delivered(self, resumed: LoaderState) -> None:
-        """Indices, not data."""
-        self._position = resumed.delivered
-        self._already = frozenset(resumed.beyond)
-        if not resumed.sampler_states:  # else it stands there already
-            for _ in itertools.islice(self._sampler_iter, resumed.delivered):
-                pass
-
-    def _go_on(self, job: Job) -> None:
-        """Bring an iterable dataset to where it stood."""
-        assert job.stands is not None
-        self._position = self._progress.delivered
-        record = self._progress.workers.get(0, {})
-        if record.get("ended"):
-            self._sampler_iter = iter(())
-            self._progress.ended[0] = (0, record["state"])
-        if self._skipping is None and 0 in job.stands:
-            fetcher = Fetcher(replace(job, collate_fn=_as_is), 0)
-            self._dataset_fetcher.dataset_iter = fetcher._iterator
-            self._dataset_fetcher.ended = fetcher._ended
-
-    def _next_data(self) -> Any:
-        while True:
-            position, index = self._draw()
-            began_ns = time.monotonic_ns()
-            try:
-                data = self._load(index)
-            except NothingLeft:
-                self._progress.mark(position)
-                continue
-            except StopIteration:
-                self._end()
-                raise
-            except Exception:
-                self._progress.mark(position, self._origin())
-                raise
-            ended_ns = time.monotonic_ns()
-            took = (ended_ns - began_ns) / 1e9
-            self._counters.timeline.add("fetch", TRAINER, position, began_ns, ended_ns)
-            self._counters.delivered += 1
-            self._counters.wait_seconds += took
-            self._counters.batch(took, 0.0)
-            self._progress.mark(position, self._origin())
-            return self._pinned(data)
-
-    def _draw(self) -> tuple[int, Any]:
-        while True:
-            try:
-                index = next(self._sampler_iter)
-            except StopIteration:
-                self._end()
-                raise
-            position = self._position
-            self._position += 1
-            if self._stateful:
-                self._progress.drew(position, sampler_states(self._stateful))
-            if position not in self._already:
-                return position, index
-
-    def _origin(self) -> tuple[int, Any] | None:
-        """Of an iterable dataset: as if a worker had loaded the batch."""
-        if not self._dataset_kind:
-            return None
-        return 0, (self._save() if self._streams else None)
-
-    def _save(self) -> Saved:
-        fetcher = self._skipping
-        ended = self._dataset_fetcher.ended if fetcher is None else fetcher._ended
-        return save(self._dataset, self._stream(), bool(ended))
-
-    def _stream(self) -> Any:
-        fetcher = self._skipping
-        return self._dataset_fetcher.dataset_iter if fetcher is None else fetcher._iterator
-
-    def _end(self) -> None:
-        progress = self._progress
-        progress.finish()
-        origin = self._origin()
-        if origin is not None and 0 not in progress.ended:
-            progress.ended[0] = (progress.loaded(0), origin[1])
-
-    def _load(self, index: Any) -> Any:
-        if self._skipping is None:
-            return self._dataset_fetcher.fetch(index)
-        try:
-            return self._skipping.fetch(index, heap_room())
-        finally:
-            for skipped in self._skipping.skips:
-                self._counters.skip(*skipped)
-
-    def _pinned(self, data: Any) -> Any:
-        if not self._pin_memory:
-            return data
-        from torch.utils.data._utils.pin_memory import pin_memory
-
-        return pin_memory(data, self._pin_memory_device)
-
-
-def _keeps_a_state(iterator: MainIter) -> bool:
-    return is_stateful(iterator._dataset) or is_stateful(iterator._stream())
-
-
-def _as_is(samples: Any) -> Any:
-    return samples
-
-
-def _restore_dataset(loader: DataLoader[Any], resumed: LoaderState) -> None:
-    """Of a map-style dataset that has a state; iterable ones are restored where they are read."""
-    if resumed.dataset is not None and is_stateful(loader.dataset):
-        loader.dataset.load_state_dict(copy.deepcopy(resumed.dataset))  # type: ignore[attr-defined]

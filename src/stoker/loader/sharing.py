@@ -32,8 +32,8 @@ from operator import attrgetter
 from typing import Any, Protocol
 
 from stoker.loader import dispatch as rules
-from stoker.loader.dispatch import _ALL_BATCHES as ALL_BATCHES
-from stoker.loader.dispatch import Assign, Command, Dispatch, Grant, Recall, State, Task
+from stoker.loader.dispatch import ALL_BATCHES, Dispatch
+from stoker.loader.tasks import Assign, Command, Grant, Recall, State, Task
 
 MAX_MISFITS = 3.0
 """Sharing is given up after so many layouts (or raising samples to be skipped) in a row in vain.

@@ -10,12 +10,13 @@ from typing import Any
 from torch._utils import ExceptionWrapper
 
 from stoker.errors import WorkerError
-from stoker.loader.dispatch import Delivery, Dispatch, Task
+from stoker.loader.dispatch import Dispatch
 from stoker.loader.engine import Engine, log
 from stoker.loader.parts import PartReport
 from stoker.loader.pool import Event
 from stoker.loader.row_plan import RowPlan, Texts
 from stoker.loader.sharing import Batch, Part, Sharing, Verdict
+from stoker.loader.tasks import Delivery, Task
 from stoker.loader.wire import Kind
 
 

@@ -16,7 +16,8 @@ from torch.utils.data import Dataset, IterableDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 import stoker
-from stoker.loader.iterator import EngineIter, MainIter
+from stoker.loader.iterator import EngineIter
+from stoker.loader.main_iterator import MainIter
 
 
 class Items(Dataset[Any]):

@@ -21,13 +21,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stoker.loader import dispatch as dispatch_module
-from stoker.loader.dispatch import (
-    MAX_STRIKES,
-    SMALL_BYTES,
+from stoker.loader.dispatch import MAX_STRIKES, SMALL_BYTES, Dispatch
+from stoker.loader.extents import PAGE_BYTES, Extent
+from stoker.loader.tasks import (
     Assign,
     Command,
     Delivery,
-    Dispatch,
     GiveBack,
     Grant,
     How,
@@ -37,7 +36,6 @@ from stoker.loader.dispatch import (
     State,
     Task,
 )
-from stoker.loader.extents import PAGE_BYTES, Extent
 
 PAGE = PAGE_BYTES
 REGION = 64 * PAGE

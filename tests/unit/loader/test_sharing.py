@@ -16,18 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stoker.loader import dispatch as dispatch_module
-from stoker.loader.dispatch import (
-    MAX_STRIKES,
-    SMALL_BYTES,
-    Assign,
-    Command,
-    Delivery,
-    How,
-    State,
-    Task,
-)
+from stoker.loader.dispatch import MAX_STRIKES, SMALL_BYTES
 from stoker.loader.extents import Extent
 from stoker.loader.sharing import MAX_MISFITS, Batch, Part, Sharing, Verdict
+from stoker.loader.tasks import Assign, Command, Delivery, How, State, Task
 from tests.unit.loader.test_dispatch import PAGE, REGION, Setup, Worker, World, budgets, scripts
 
 UNFIT = -1
