@@ -117,7 +117,8 @@ def describe(loader: DataLoader[Any], streams: int | None) -> dict[str, Any]:
     index_sampler = loader._index_sampler
     batch_size = loader.batch_size
     if batch_size is None and isinstance(index_sampler, BatchSampler):
-        batch_size = index_sampler.batch_size
+        # Frameworks have batch samplers that wrap another one, and no size of their own.
+        batch_size = getattr(index_sampler, "batch_size", None)
     return {
         "kind": "map" if streams is None else "iterable",
         "samples": samples,
