@@ -20,6 +20,8 @@ TORCH_PREFETCH = 2
 TITLES = {
     "torch": "torch",
     "torch_unordered": "torch, in_order=False",
+    "torch_skipping": "torch, seen indices left out",
+    "torchdata": "torchdata's StatefulDataLoader",
     "stoker": "Stoker",
     "stoker_bounded": 'Stoker, memory="400MB"',
     "stoker_shared": "Stoker, shared batches",
@@ -28,6 +30,8 @@ TITLES = {
 MODULES = {
     "torch": "torch",
     "torch_unordered": "torch",
+    "torch_skipping": "torch",
+    "torchdata": "torchdata.stateful_dataloader",
     "stoker": "stoker",
     "stoker_bounded": "stoker",
     "stoker_shared": "stoker",
@@ -64,6 +68,8 @@ def load_library(contender: str) -> None:
     """Import a contender's library, so that its import counts neither as time nor as memory."""
     if contender == "spdl":
         import spdl.pipeline  # noqa: F401
+    elif contender == "torchdata":
+        import torchdata.stateful_dataloader  # noqa: F401
     elif contender.startswith("stoker"):
         import stoker
 
@@ -72,12 +78,17 @@ def load_library(contender: str) -> None:
 
 def make_loader(contender: str, spec: LoaderSpec) -> Any:
     """An iterable over the batches of `spec`, through one contender."""
-    if contender in ("torch", "torch_unordered"):
+    if contender in ("torch", "torch_unordered", "torch_skipping"):
         from torch.utils.data import DataLoader
 
         make: Any = DataLoader
-        in_order = contender == "torch"
+        in_order = contender != "torch_unordered"
         return make(spec.dataset, **_torch_arguments(spec), in_order=in_order)
+    if contender == "torchdata":
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        make = StatefulDataLoader
+        return make(spec.dataset, **_torch_arguments(spec))
     if contender == "stoker":
         import stoker
 

@@ -86,11 +86,12 @@ class MemoryGroup:
 
     def usage(self) -> Usage:
         """The group's memory at this moment."""
-        stat = dict(
-            line.split(" ", 1) for line in (self._path / "memory.stat").read_text().splitlines()
-        )
-        anonymous, shared = ("total_rss", "total_shmem") if self._is_v1 else ("anon", "shmem")
-        return Usage(int(stat[anonymous]), int(stat[shared]))
+        return _usage_of(self._path, self._is_v1)
+
+
+def own_usage() -> Usage:
+    """What the group of this process holds: in a measurement, the group that was made for it."""
+    return _usage_of(*_own_group())
 
 
 def private_bytes(pid: int) -> int:
@@ -119,12 +120,21 @@ def _own_group() -> tuple[Path, bool]:
     for _, controllers, path in entries:
         if "memory" in controllers.split(","):
             group = V1_ROOT / path.lstrip("/")
-            # In a container the path is the host's; the mount shows only the container's part.
-            return (group if group.is_dir() else V1_ROOT), True
+            # In a container the path is the host's; the mount shows only the container's part:
+            # there our groups are right below its root.
+            found = (group, V1_ROOT / group.name)
+            return next((group for group in found if group.is_dir()), V1_ROOT), True
     for number, _, path in entries:
         if number == "0" and (V2_ROOT / "cgroup.controllers").exists():
             return V2_ROOT / path.lstrip("/"), False
     raise NoMemoryGroup("this system has no memory cgroup")
+
+
+def _usage_of(group: Path, is_v1: bool) -> Usage:
+    lines = (group / "memory.stat").read_text().splitlines()
+    stat = dict(line.split(" ", 1) for line in lines)
+    anonymous, shared = ("total_rss", "total_shmem") if is_v1 else ("anon", "shmem")
+    return Usage(int(stat[anonymous]), int(stat[shared]))
 
 
 def _kill(pid: int) -> None:

@@ -41,6 +41,7 @@ class Grid:
 def grids(record: Record) -> list[Grid]:
     """Every table that the record has content for."""
     found = [_throughput(record), _known_slow(record), _memory(record), _shared(record)]
+    found += [_resize_workers(record), _resize_bytes(record), _resume(record)]
     found.append(_waits(record))
     found.append(_trainer(record))
     return [grid for grid in found if grid.rows] + [_targets(record)]
@@ -110,6 +111,44 @@ def _shared(record: Record) -> Grid:
                 ratio = f"{row['ratio']['median']:.2f}" if row["ratio"] else "-"
                 firsts = [_value(row_of(case, who, name)) for name in waits]
                 grid.rows.append([TITLES[who], _value(row), ratio, *firsts])
+    return grid
+
+
+def _resize_workers(record: Record) -> Grid:
+    columns = ["loader", "longest pause", "of torch", "90 % of the pace of 4 workers after"]
+    grid = Grid("", columns)
+    for case in cases_of(record, "resize_workers"):
+        grid.title = case["title"]
+        for who in ("torch", "stoker"):
+            pause, pace = (row_of(case, who, variant) for variant in ("pause", "pace"))
+            if pause is not None:
+                grid.rows.append([TITLES[who], _value(pause), _ratio(pause), _value(pace)])
+    return grid
+
+
+def _resize_bytes(record: Record) -> Grid:
+    columns = ["loader", "shared memory before", "after", "given back after", "longest wait"]
+    grid = Grid("", columns)
+    for case in cases_of(record, "resize_bytes"):
+        grid.title = case["title"]
+        for who in ("torch", "stoker"):
+            variants = ("before", "after", "given_back", "wait")
+            rows = [row_of(case, who, variant) for variant in variants]
+            if any(rows):
+                grid.rows.append([TITLES[who], *map(_value, rows)])
+    return grid
+
+
+def _resume(record: Record) -> Grid:
+    columns = ["loader", "first batch after", "of torch", "a call of state_dict()", "what follows"]
+    grid = Grid("", columns)
+    for case in cases_of(record, "resume"):
+        grid.title = case["title"]
+        for who in ("torch", "torch_skipping", "torchdata", "stoker"):
+            wait, cost = (row_of(case, who, variant) for variant in ("wait", "state_dict"))
+            if wait is not None:
+                cells = [_value(wait), _ratio(wait), _value(cost), wait["note"]]
+                grid.rows.append([TITLES[who], *cells])
     return grid
 
 
