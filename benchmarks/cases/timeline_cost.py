@@ -49,7 +49,7 @@ class TimelineCost(Case):
         count = 20_000 if context.quick else 200_000
         began = process_time()
         for batch in range(count):
-            Engine._note_spans(engine, batch % 8, 0, report)
+            Engine._note_spans(engine, batch % 8, 0, report, report.used)
             asked_ns = monotonic_ns()
             found_ns = monotonic_ns()
             ring.add_delivery(TRAINER, batch, asked_ns, found_ns, monotonic_ns(), 4096)
