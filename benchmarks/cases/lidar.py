@@ -1,4 +1,4 @@
-"""Seed 000's sample at a tenth of its size: 8 LiDAR scans of 1.5 MB, read and scaled; batch 4.
+"""8 LiDAR scans of 1.5 MB a sample (a tenth of a real one), read and scaled; batch 4.
 
 `__getitem__` reads eight files (in the page cache: no disk is measured) with np.fromfile and
 multiplies them by a scale into one float32 array of 12 MB.

@@ -1,4 +1,4 @@
-"""What a loader adds to a training run's memory at a given step rate: seed 000 at a tenth.
+"""What a loader adds to a training run's memory at a given step rate: lidar's samples.
 
 8 workers, prefetch 4, batches of 48 MB, one every 0.4 s: slow enough that every contender keeps the
 pace, so that the difference is what each *holds*, not how fast it is. Each runs in a memory cgroup

@@ -1,4 +1,4 @@
-"""A sample of seed 002: two 720p frames and a voxel grid, float32, 140 MB; batch 1.
+"""Very large samples: two 720p frames and a voxel grid, float32, 140 MB; batch 1.
 
 `__getitem__` returns views of preallocated tensors: no work. sample140mb_fresh allocates them.
 """

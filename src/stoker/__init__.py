@@ -1,7 +1,7 @@
 """Stoker feeds PyTorch training: fast enough that it never waits, never more than fits.
 
 The public names below are loaded on first use. `import stoker` itself imports neither torch nor
-numpy, so that the command line answers at once and the planner runs where torch is missing.
+numpy, so that the command line answers at once.
 """
 
 from __future__ import annotations

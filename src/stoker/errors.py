@@ -160,12 +160,14 @@ class WorkerLost(WorkerError):
         self.pid = pid
         self.cause = cause
         self.hint = hint or (
-            "Start a new iteration with iter(loader); if this comes back, look in the system's log"
-            " for an out-of-memory kill and use fewer workers."
+            "If it ended by itself, its own error stands above (where processes are spawned, a"
+            ' script needs if __name__ == "__main__":). If it was killed, look in the system\'s log'
+            " for an out-of-memory kill and use fewer workers; iter(loader) starts a new iteration."
         )
         super().__init__(
             message
-            or f"the process that starts workers (pid {pid}) is gone: {_clause(cause)}. {self.hint}"
+            or f"the process that starts workers{f' (pid {pid})' if pid else ''} is gone: "
+            f"{_clause(cause)}. {self.hint}"
         )
 
 

@@ -75,7 +75,7 @@ def format_duration(seconds: float) -> str:
 
 
 def _whole(number: float, name: str, value: object) -> int:
-    if not math.isfinite(number) or number < 0:
+    if not math.isfinite(number) or number < 0 or 0 < number < 1:  # 0.4 was meant as a share
         raise _refusal(name, value)
     return int(number)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -100,14 +99,15 @@ def test_a_stuck_thread_is_an_error_after_the_timeout() -> None:
 
 
 def test_threads_overlap_what_waits() -> None:
-    class Waits(Numbers):
+    meeting = threading.Barrier(2)
+
+    class Meets(Numbers):
         def __getitem__(self, index: int) -> torch.Tensor:
-            time.sleep(0.02)
+            if index in (0, 4):  # of two batches: neither gets on before the other is there
+                meeting.wait(20)
             return super().__getitem__(index)
 
-    began = time.monotonic()
-    assert numbers(threads(Waits(96), num_workers=8)) == counted(96, 4)
-    assert time.monotonic() - began < 96 * 0.02 * 0.7
+    assert numbers(threads(Meets(96), num_workers=2)) == counted(96, 4)
 
 
 def test_a_stream_is_not_repeated_by_threads() -> None:

@@ -1,6 +1,6 @@
 """`stoker demo`: Stoker and stock torch on the same made-up dataset, measured on this machine, now.
 
-The dataset is seed 000's at a tenth of its size: eight LiDAR scans a sample, read from files and
+The dataset: eight LiDAR scans a sample, each a tenth of a real one's size, read from files and
 scaled. Each contender trains in a process of its own (this file, run as a module), one after the
 other. Not a benchmark: one round each; `make bench` has rounds, intervals and peers.
 """

@@ -98,11 +98,9 @@ def _adapting(initialise: Any) -> Any:
         stateful = use_stateful_dataloader
         if stateful:  # torchdata's loader would be built, which does not know our key
             own = keywords.pop(_KEY, None)
-            if own is not None and hasattr(DataLoader, "state_dict"):
+            if own is not None:
                 keywords[_KEY] = own
                 stateful = False  # ours keeps its own
-            elif own is not None:
-                say_once("use_stateful_dataloader: torchdata's loader is used, not Stoker's")
         initialise(self, dataset, use_stateful_dataloader=stateful, **keywords)
         self.use_stateful_dataloader = use_stateful_dataloader
 
@@ -127,6 +125,5 @@ def adopt(prepared: Any, **keywords: Any) -> Any:
         return ours
     install()  # what skips the first batches builds anew, too
     prepared.base_dataloader = ours
-    if hasattr(ours, "state_dict"):
-        prepared.dl_state_dict = ours.state_dict()
+    prepared.dl_state_dict = ours.state_dict()
     return prepared

@@ -70,15 +70,23 @@ class Builder:
 class DataLoader(torch.utils.data.DataLoader[_T_co]):
     """A drop-in ``torch.utils.data.DataLoader``, bounded in bytes, that survives its workers.
 
-    Every argument of torch's has torch's meaning. Beyond them, keyword-only:
+    Every argument of torch's has torch's meaning; what torch does not have is keyword-only. Bad
+    arguments are refused at once with what is accepted (``stoker.errors.ConfigError``).
 
     Args:
         num_workers: as in torch, or ``"auto"`` (the default): half of the CPUs that this process
             may use, at most 4 per GPU (8 without) and 16; 1 for an iterable dataset, which more
             workers would repeat; 0 inside another loader's worker. Reads back as an int.
         memory: what may be in flight at most, in bytes or like ``"8GB"``. Default: two fifths of
-            what this process may use, control groups included. With ``prefetch_factor`` given
-            too, the smaller bound wins.
+            what is left for this process, control groups and local ranks considered. With
+            ``prefetch_factor`` given too, the smaller bound wins. A single batch that is larger is
+            loaded all the same, outside (``stats().overdraft_batches``). Without workers
+            (``num_workers=0``) it has no effect.
+        prefetch_factor: as in torch: batches ahead per worker. Large ones are loaded ahead only as
+            far as it helps. Not given: 2, or 8 where drawing ahead changes nothing and batches are
+            small or ``memory`` bounds them.
+        timeout: as in torch, but a worker that does not deliver in time is replaced first, its
+            stack in the log; a batch that it happens to three times is a ``WorkerTimeout``.
         worker_kind: ``"process"`` or ``"thread"``. Threads need no transport but share the
             interpreter, the dataset object (file handles!) and the global random generators.
         share_batches: have all workers fill one batch together, so that the memory in flight
@@ -98,7 +106,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             batches too late. Only for samplers whose next order does not depend on the trainer's
             random stream: sequential, distributed, random with a generator of its own, or a class
             with ``draws_own_stream = True``; with others it has no effect, and the log says so.
-        name: shown in statistics and logs.
+        name: shown in statistics.
     """
 
     def __init__(
@@ -130,9 +138,13 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     ) -> None:
         _one_of("worker_kind", worker_kind, ("process", "thread"))
         _one_of("on_error", on_error, ("raise", "skip"))
-        if not isinstance(share_batches, bool):
-            raise ConfigError(name="share_batches", given=share_batches, accepted="True or False")
-        if isinstance(num_workers, str):
+        for flag, given in {
+            "share_batches": share_batches,
+            "prefetch_next_epoch": prefetch_next_epoch,
+        }.items():
+            if not isinstance(given, bool):
+                raise ConfigError(name=flag, given=given, accepted="True or False")
+        if not hasattr(num_workers, "__index__"):  # None, 2.0, "4"
             _one_of("num_workers", num_workers, ("auto",), "an int")
         if share_batches:
             if batch_size is None and batch_sampler is None:
@@ -228,8 +240,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
           as soon as that is known.
         - Fewer bytes bind all that is granted from now on, and pages above the bound are given
           back as they become free: at once, or when the caller lets go of what he holds.
-        - Bytes are raised up to the memory that this process may use, and workers only as far as
-          their private memory, as measured, leaves room beside those bytes.
+        - While an iteration runs, bytes are raised up to the memory that this process may use, and
+          workers only as far as their private memory, as measured, leaves room beside those bytes.
         - In a signal handler that interrupts ``next()`` it takes effect when that gets on.
         """
         if not isinstance(knobs, Knobs):
@@ -318,7 +330,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     def timeline(self, since_ns: int = 0) -> list[Span]:
         """What this loader and its workers did lately: the recent spans, oldest news first.
 
-        Always recorded, for about the last thousand batches; safe to call from any thread.
+        Always recorded, for about the last thousand batches (fewer with ``share_batches``, whose
+        parts count each); safe to call from any thread.
         ``since_ns``: only what ended at or after this time of ``time.monotonic_ns()``.
         """
         return self._counters.timeline.spans(since_ns)
@@ -413,7 +426,8 @@ def _auto_workers(dataset: object) -> int:
     if isinstance(dataset, IterableDataset):
         return 1
     gpus = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-    return default_workers(max(1, usable_cpus() // local_world_size()), gpus)
+    world = local_world_size()
+    return default_workers(max(1, usable_cpus() // world), -(-gpus // world))
 
 
 def _snapshot(loader: DataLoader[Any], engine: Engine | None) -> LoaderStats:

@@ -154,6 +154,9 @@ class ElasticSampler(DistributedSampler[_T_co]):
             samples: delivered on this rank, counted from the beginning of the pass.
             origin: the state at the beginning of the pass, if the sampler may have moved on since.
         """
+        return self._after(samples, origin, "samples")
+
+    def _after(self, samples: int, origin: Mapping[str, Any] | None, name: str) -> dict[str, Any]:
         if origin is None:
             seed, epoch, history = self.seed, self.epoch, self._history
         else:
@@ -161,10 +164,11 @@ class ElasticSampler(DistributedSampler[_T_co]):
         most = share(self._length, consumed_front(history), self.num_replicas, self.drop_last)
         if not hasattr(samples, "__index__") or not 0 <= samples <= most:
             raise ConfigError(
-                name="samples",
+                name=name,
                 given=samples,
-                accepted=f"0 to {most}: what rank {self.rank} of {self.num_replicas} has in this "
-                "pass (count samples of this rank alone, not of all)",
+                accepted=f"an int from 0 to {most}: what rank {self.rank} of {self.num_replicas} "
+                "has in this pass (count samples of this rank alone, not of all, from the "
+                "beginning of the epoch or from where it was resumed)",
             )
         return self._state(seed, epoch, extended(history, self.num_replicas, int(samples)))
 
@@ -175,7 +179,9 @@ class ElasticSampler(DistributedSampler[_T_co]):
         ahead that is too much, and what was under way would be lost: say ``delivered``, or save the
         loader's state.
         """
-        return self.state_after(self._pass.drawn if delivered is None else delivered)
+        if delivered is None:
+            return self.state_after(self._pass.drawn)
+        return self._after(delivered, None, "delivered")
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Go on where ``state`` was taken, with however many ranks there are now.
@@ -207,7 +213,7 @@ class ElasticSampler(DistributedSampler[_T_co]):
             seed, epoch = int(state["seed"]), int(state["epoch"])
             history = tuple(Segment(int(w), int(c)) for w, c in state["segments"])
         except (KeyError, TypeError, ValueError) as error:
-            raise _refused(state, "what state_dict() returned") from error
+            raise _refused(state, "what state_dict() of an ElasticSampler returned") from error
         if version != _VERSION:
             raise _refused(state, f"one of version {_VERSION} (a newer Stoker wrote this one)")
         if length != self._length:
@@ -231,6 +237,8 @@ class ElasticSampler(DistributedSampler[_T_co]):
 
 
 def _agreed(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    if not isinstance(states, (list, tuple)) or not all(isinstance(s, Mapping) for s in states):
+        raise _refused(states, "what state_dict() of an ElasticSampler returned, or a list of such")
     if not states:
         raise _refused(states, "at least one rank's state")
     for rank, state in enumerate(states):
@@ -241,7 +249,8 @@ def _agreed(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
                 "have taken the same number of steps when they save; load a checkpoint that all "
                 "of them finished",
             )
-    return states[0]
+    agreed: Mapping[str, Any] = states[0]
+    return agreed
 
 
 def _refused(state: object, accepted: str) -> ConfigError:

@@ -588,9 +588,8 @@ class Engine:
 
     def _on_host_death(self, words: str) -> None:
         self._host_deaths += 1
-        pid = os.getpid()
         if self._terms.iterable or self._host_deaths > MAX_HOST_DEATHS:
-            self._fatal = WorkerLost(pid=pid, cause=words)
+            self._fatal = WorkerLost(cause=words)
             return
         log.warning("%s: started again, undelivered batches are loaded again", words)
         self._counters.deaths += 1

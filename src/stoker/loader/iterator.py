@@ -26,6 +26,7 @@ from stoker.loader.draws import Draws, draws_own_stream, foretells, inner_sample
 from stoker.loader.engine import Engine, log
 from stoker.loader.fetch import (
     Fetcher,
+    NothingLeft,
     heap_room,
     own_random_state,
     position_seed,
@@ -80,7 +81,6 @@ class EngineIter(_BaseDataLoaderIter):
         self._lock = threading.RLock()
         self._owner = os.getpid()
         self._pinner: Pinner | None = None
-        self._pinning: list[tuple[int, Any]] = []
         """Position and origin of what the pinner has, oldest first."""
         self._epoch = 0
         self._position = 0
@@ -268,7 +268,6 @@ class EngineIter(_BaseDataLoaderIter):
         self._exhausted = ahead.exhausted
         self._already = frozenset()
         self._look_out()
-        self._pinning.clear()
         self._epoch += 1
         self._num_yielded = 0
         if self._torn or self._engine.suspect or self._engine.failed:
@@ -323,6 +322,9 @@ class EngineIter(_BaseDataLoaderIter):
         with self._lock:
             if self._shutdown:
                 raise StopIteration
+            if self._ending:  # and was interrupted
+                self._shutdown_workers()
+                raise StopIteration
             if self._torn or self._engine.suspect:
                 self._go_on_after_interruption()
             try:
@@ -361,25 +363,41 @@ class EngineIter(_BaseDataLoaderIter):
                 self._position = taken[0] + 1
             del self._pending[taken[0]]
             return taken
-        if not self._pinner.pending:
-            self._pin_one()
-        while self._pinner.pending < AHEAD and self._engine.has_next():
-            if self._ahead is not None and not self._pending:
-                break
-            self._pin_one()
-        del self._pinning[: -self._pinner.pending]  # those that were handed out
-        position, origin = self._pinning[0]
-        taken = self._held[thread] = (position, self._pinner.get(), origin)
+        return self._take_pinned(thread, self._pinner)
+
+    def _take_pinned(self, thread: int, pinner: Pinner) -> tuple[int, Any, Any]:
+        """The next batch, by way of the pinner.
+
+        Between engine, pinner and caller an interruption could lose a batch, or count it twice.
+        So a batch is pending until the caller has it, and what was torn is loaded again.
+        """
+        self._torn = True
+        try:
+            if not pinner.pending:
+                self._pin_one(pinner)
+            while pinner.pending < AHEAD and self._engine.has_next():
+                if self._ahead is not None and len(self._pending) <= pinner.pending:
+                    break  # what the engine has belongs to the coming epoch
+                self._pin_one(pinner)
+            position, origin, batch = pinner.get()
+            while position not in self._pending:  # the caller has it: put twice
+                position, origin, batch = pinner.get()
+        except (StopIteration, WorkerError):
+            self._torn = False
+            raise
+        except Exception:
+            self._torn = not self._engine.failed  # then it will raise again, and rightly so
+            raise
+        taken = self._held[thread] = (position, batch, origin)  # no call until the end
+        del self._pending[position]
+        self._torn = False
         return taken
 
-    def _pin_one(self) -> None:
-        assert self._pinner is not None
+    def _pin_one(self, pinner: Pinner) -> None:
         position, batch, origin = self._take_one()
-        self._pinning.append((position, origin))
-        self._pinner.put(batch)
         if position >= self._position:
             self._position = position + 1
-        del self._pending[position]
+        pinner.put(position, origin, batch)
 
     def _take_one(self) -> tuple[int, Any, Any]:
         if self._ahead is not None and not self._pending:
@@ -387,8 +405,10 @@ class EngineIter(_BaseDataLoaderIter):
         if self._any_early and self._engine.headless:
             self._draw()
         taken = self._engine.take()
-        if isinstance(taken.batch, Unsendable):
+        if taken.batch.__class__ is Unsendable:  # no call: nobody has the batch yet
+            self._engine.suspect = True  # nobody has it until it is loaded
             batch = self._load_here(taken.position, taken.batch)
+            self._engine.suspect = False
             return taken.position, batch, taken.origin
         return taken
 
@@ -404,6 +424,8 @@ class EngineIter(_BaseDataLoaderIter):
         with own_random_state(position_seed(self._job.base_seed, self._epoch, position)):
             try:
                 return Fetcher(self._job).fetch(unsendable.payload, heap_room())
+            except NothingLeft:
+                return Nothing
             except Exception as error:
                 return wrap_exception(error, "fallback in the main process")
 
@@ -418,6 +440,8 @@ class EngineIter(_BaseDataLoaderIter):
     def _start_afresh(self, terms: Terms | None = None) -> None:
         """New workers, on the terms that were applied last; the same undelivered batches."""
         self._torn = True
+        if self._pinner is not None:
+            self._pinner.clear()  # what is in it is pending still
         former = self._engine
         former.close()
         self._engine = self._build(former.terms if terms is None else terms)
@@ -460,8 +484,8 @@ class EngineIter(_BaseDataLoaderIter):
             self._pending = {}
             self._held = self._progress.held
             self._already = frozenset()
-            self._pinning.clear()
             self._exhausted = False
+            self._job = replace(self._job, stands=None)  # those of a resumed epoch
             if self._pinner is not None:
                 self._pinner.clear()
             wished = self._engine.wished
@@ -518,6 +542,8 @@ class EngineIter(_BaseDataLoaderIter):
             and time.monotonic() < deadline
         ):
             with self._lock:
+                if self._torn or self._engine.suspect:
+                    break  # next() will start afresh
                 self._engine.has_next()  # collects what the zygote has said
             time.sleep(0.001)
         return self._engine.handles

@@ -32,7 +32,7 @@ def end_of_worker(
     return WorkerDied(
         worker=worker,
         pid=pid,
-        signal_name=signal.Signals(-status).name if status is not None and status < 0 else None,
+        signal_name=signal_name(-status) if status is not None and status < 0 else None,
         exit_code=status if status is not None and status >= 0 else None,
         indices=indices,
         attempts=attempts,
@@ -50,10 +50,18 @@ def could_not_start(cause: str) -> WorkerStartError:
     )
 
 
+def signal_name(number: int) -> str:
+    """As ``SIGKILL``; most real-time signals have a number only."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def how_it_ended(status: int) -> str:
     """An exit status in words."""
     if status < 0:
-        return f"was killed by {signal.Signals(-status).name}"
+        return f"was killed by {signal_name(-status)}"
     return f"exited with code {status}"
 
 

@@ -22,6 +22,10 @@ _CHECK_SECONDS = 1.0
 _END = object()
 
 
+class _Mark:
+    """Goes through the pinner as it is: whatever was put before it has come out before it."""
+
+
 class Pinner:
     """Batches in, pinned batches out, in the same order."""
 
@@ -35,27 +39,35 @@ class Pinner:
         self.thread.start()
         _running.add(self)
 
-    def put(self, batch: object) -> None:
-        """Queue a batch (or an error, which passes through)."""
+    def put(self, position: int, origin: Any, batch: object) -> None:
+        """Queue a batch (or an error, which passes through), with what else is known of it."""
         self.pending += 1
-        self._in.put(batch)
+        self._in.put((position, origin, batch))
 
-    def get(self) -> Any:
-        """The oldest batch, pinned."""
+    def get(self) -> tuple[int, Any, Any]:
+        """The oldest batch, pinned, with what came along."""
+        item: Any = self._next()
+        while isinstance(item, _Mark):  # of a ``clear`` that was interrupted
+            item = self._next()
+        self.pending -= 1
+        return item  # type: ignore[no-any-return]
+
+    def clear(self) -> None:
+        """Drop what is under way; also after an interruption, which makes ``pending`` a guess."""
+        mark = _Mark()
+        self._in.put(mark)
+        while self.thread.is_alive() and self._next() is not mark:
+            pass
+        self.pending = 0
+
+    def _next(self) -> Any:
         while True:
             try:
-                batch = self._out.get(timeout=_CHECK_SECONDS)
+                return self._out.get(timeout=_CHECK_SECONDS)
             except queue.Empty:
                 if self.thread.is_alive() or not self._out.empty():
                     continue
                 raise RuntimeError("Pin memory thread exited unexpectedly") from None
-            self.pending -= 1
-            return batch
-
-    def clear(self) -> None:
-        """Drop what is under way."""
-        while self.pending and self.thread.is_alive():
-            self.get()
 
     def close(self) -> None:
         """End the thread."""
@@ -67,16 +79,21 @@ class Pinner:
         torch.set_num_threads(1)  # of this thread: the copy must not take every core
         torch.accelerator.set_device_index(self._index)
         while True:
-            batch = self._in.get()
-            if batch is _END:
+            item = self._in.get()
+            if item is _END:
                 return
-            if not isinstance(batch, (ExceptionWrapper, BaseException, type)):
-                try:
-                    batch = pin_memory(batch, self._device)
-                except Exception:
-                    batch = ExceptionWrapper(where=f"in pin memory thread for device {self._index}")
-            self._out.put(batch)
-            del batch  # or the extent stays leased until the next one comes
+            if not isinstance(item, _Mark):
+                item = (*item[:2], self._pinned(item[2]))
+            self._out.put(item)
+            del item  # or the extent stays leased until the next one comes
+
+    def _pinned(self, batch: Any) -> Any:
+        if isinstance(batch, (ExceptionWrapper, BaseException, type)):
+            return batch
+        try:
+            return pin_memory(batch, self._device)
+        except Exception:
+            return ExceptionWrapper(where=f"in pin memory thread for device {self._index}")
 
 
 _running: weakref.WeakSet[Pinner] = weakref.WeakSet()

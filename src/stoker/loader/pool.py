@@ -24,6 +24,7 @@ from stoker.loader import wire, zygote
 from stoker.loader.arena import Arena, Bytes
 from stoker.loader.fetch import Job
 from stoker.loader.handle import WorkerHandle
+from stoker.loader.mishaps import how_it_ended
 from stoker.loader.requests import Bell
 from stoker.loader.threads_cap import find_pools
 from stoker.loader.wire import Kind
@@ -281,7 +282,10 @@ class Pool:
                 wire.send(control, Kind.EXIT)
         self._end_host()
         self._drop_all()
-        if self._bell is not None:
+        if self._bell is not None and self._bell.fileno() >= 0:
+            self._by_fd.pop(self._bell.fileno(), None)
+            with contextlib.suppress(KeyError):  # else whoever polls again hears of it for ever
+                self._poll.unregister(self._bell)
             self._bell.close()
 
     # ---- inside
@@ -401,9 +405,9 @@ class Pool:
             return "the host process is gone"
         self._process.join(_KILL_SECONDS)
         code = self._process.exitcode
-        if code is not None and code < 0:
-            return f"the host process was killed by {signal.Signals(-code).name}"
-        return f"the host process exited with code {code}"
+        return (
+            "the host process is gone" if code is None else f"the host process {how_it_ended(code)}"
+        )
 
     def _bury_all(self, events: list[Event]) -> None:
         """The zygote is gone; the kernel kills its workers. Wait until that is certain."""

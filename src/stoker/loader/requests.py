@@ -72,7 +72,8 @@ class Bell:
         self._close()
 
     def _close(self) -> None:
-        for fd in (self._read, self._write):
+        # Forgotten first: closing twice after an interruption might close somebody else's.
+        fds, self._read, self._write = (self._read, self._write), -1, -1
+        for fd in fds:
             if fd >= 0:
                 os.close(fd)
-        self._read = self._write = -1

@@ -89,12 +89,10 @@ _FIELDS: dict[str, type | tuple[type, ...]] = {
 
 def parse(state: Any) -> LoaderState:
     """Read what ``as_dict`` wrote; refuses what is not a state, or is from a later version."""
-    if not isinstance(state, dict) or not isinstance(state.get("version"), int):
-        foreign = isinstance(state, dict) and ("_snapshot" in state or "_num_yielded" in state)
+    if not isinstance(state, dict) or not isinstance(state.get("version"), int) or _alien(state):
         raise StateError(
-            "this is not a state of a stoker.DataLoader"
-            + (" but one of torchdata's StatefulDataLoader" if foreign else "")
-            + ". Give what loader.state_dict() returned."
+            f"this is not a state of a stoker.DataLoader{_alien(state)}. "
+            "Give what loader.state_dict() returned."
         )
     if state["version"] > VERSION:
         raise StateError(
@@ -106,6 +104,16 @@ def parse(state: Any) -> LoaderState:
             found = f"holds {type(state[name]).__name__}" if name in state else "is missing"
             raise StateError(f"the state is damaged: {name!r} {found}. Use another checkpoint.")
     return LoaderState(**{name: state[name] for name in _FIELDS})
+
+
+def _alien(state: Any) -> str:
+    """Whose state it is, if that is known and it is no loader's of ours."""
+    if isinstance(state, dict):
+        if "_snapshot" in state or "_num_yielded" in state:
+            return " but one of torchdata's StatefulDataLoader"
+        if "segments" in state:
+            return " but one of an ElasticSampler"
+    return ""
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

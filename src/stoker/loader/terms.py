@@ -7,9 +7,11 @@ from typing import Any, NamedTuple, Protocol
 
 from torch._utils import ExceptionWrapper
 
+from stoker.loader.platform import say_once
 from stoker.loader.pool import Event
 from stoker.loader.streams import Saved
 from stoker.machine.limits import memory_room
+from stoker.units import format_bytes
 
 
 class Crew(Protocol):
@@ -89,5 +91,13 @@ def plan_budget(memory: int | None, world: int) -> tuple[int, int]:
     Without a wish: two fifths of what this process may use right now, after its local peers
     have taken their equal share. The rest is for the workers, the model and everybody else.
     """
-    available = memory_room().available_bytes // max(1, world)
-    return (memory if memory is not None else available * 2 // 5), available
+    room = memory_room()
+    available = room.available_bytes // max(1, world)
+    if memory is None:
+        return available * 2 // 5, available
+    if memory > room.limit_bytes:
+        say_once(
+            f"memory={format_bytes(memory)} is more than the {format_bytes(room.limit_bytes)} that "
+            "this process may use: taken as that"
+        )
+    return min(memory, room.limit_bytes), available

@@ -47,7 +47,6 @@ class Kind(IntEnum):
     # trainer -> zygote
     ARENA = 20  # bytes, + descriptor
     SPAWN = 21  # worker id, + descriptor of its socket
-    KILL = 22  # pid
     # zygote -> trainer
     UP = 30  # is ready to fork
     TAINTED = 31  # unpickling the dataset left threads or sockets behind

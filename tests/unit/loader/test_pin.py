@@ -238,11 +238,11 @@ def test_without_an_accelerator_torchs_warning_and_plain_tensors(workers: int) -
 def test_a_pinner_can_be_cleared_and_closed_twice() -> None:
     pinner = Pinner("cuda")
     for value in range(3):
-        pinner.put(torch.tensor(value))
+        pinner.put(value, None, torch.tensor(value))
     pinner.clear()
     assert pinner.pending == 0
-    pinner.put(torch.tensor(7))
-    assert pinner.get() == 7
+    pinner.put(7, None, torch.tensor(7))
+    assert pinner.get() == (7, None, torch.tensor(7))
     pinner.close()
     pinner.close()
     assert not pinner.thread.is_alive()
