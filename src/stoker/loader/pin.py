@@ -35,6 +35,8 @@ class Pinner:
         self._in: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._out: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.pending = 0
+        # Not is_alive(): interrupted inside of it, Python 3.11 takes a running thread for stopped.
+        self._runs = True
         self.thread = threading.Thread(target=self._run, name="stoker-pin", daemon=True)
         self.thread.start()
         _running.add(self)
@@ -56,7 +58,7 @@ class Pinner:
         """Drop what is under way; also after an interruption, which makes ``pending`` a guess."""
         mark = _Mark()
         self._in.put(mark)
-        while self.thread.is_alive() and self._next() is not mark:
+        while self._runs and self._next() is not mark:
             pass
         self.pending = 0
 
@@ -65,7 +67,7 @@ class Pinner:
             try:
                 return self._out.get(timeout=_CHECK_SECONDS)
             except queue.Empty:
-                if self.thread.is_alive() or not self._out.empty():
+                if self._runs or not self._out.empty():
                     continue
                 raise RuntimeError("Pin memory thread exited unexpectedly") from None
 
@@ -76,6 +78,12 @@ class Pinner:
             self.thread.join()
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        finally:
+            self._runs = False
+
+    def _serve(self) -> None:
         torch.set_num_threads(1)  # of this thread: the copy must not take every core
         torch.accelerator.set_device_index(self._index)
         while True:

@@ -6,6 +6,8 @@ can't be shown here.
 
 from __future__ import annotations
 
+import random
+import signal
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -246,3 +248,41 @@ def test_a_pinner_can_be_cleared_and_closed_twice() -> None:
     pinner.close()
     pinner.close()
     assert not pinner.thread.is_alive()
+
+
+@pytest.mark.may_leak("an interruption between receiving a descriptor and keeping it loses it")
+def test_interruptions_at_any_moment_lose_no_batch_on_its_way_through_the_pinner(
+    accelerator: SimpleNamespace,
+) -> None:
+    inside = False
+
+    def interrupt(*_: Any) -> None:
+        if inside:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    moments = random.Random(0)
+    batches = iter(stoker.DataLoader(torch.arange(120), 2, num_workers=1, pin_memory=True))
+    got: list[int] = []
+    interruptions = 0
+    try:
+        while True:
+            if interruptions < 60:
+                signal.setitimer(signal.ITIMER_REAL, moments.uniform(5e-6, 4e-4))
+            inside = True
+            try:
+                for batch in batches:
+                    inside = False
+                    got.append(int(batch[0]))
+                    break
+                else:
+                    inside = False
+                    break
+            except KeyboardInterrupt:
+                interruptions += 1
+            inside = False
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert got == list(range(0, 120, 2))
+    assert interruptions
