@@ -144,7 +144,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         }.items():
             if not isinstance(given, bool):
                 raise ConfigError(name=flag, given=given, accepted="True or False")
-        if not hasattr(num_workers, "__index__"):  # None, 2.0, "4"
+        if isinstance(num_workers, str):  # what else is no int, torch refuses in its own words
             _one_of("num_workers", num_workers, ("auto",), "an int")
         if share_batches:
             if batch_size is None and batch_sampler is None:
